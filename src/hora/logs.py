@@ -19,6 +19,11 @@ _LEVELS = {"trace": logging.DEBUG} | {name: getattr(logging, name.upper()) for n
 _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+def printable(text: str) -> str:
+    """Replace control characters: text of others must not move the cursor, rename the window or set the clipboard."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 class _Handler(logging.Handler):
     """Looks up the stream for every line, so that a notebook or a test can replace it."""
 

@@ -12,10 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import collections
+import concurrent.futures
 import contextlib
 import hashlib
+import io
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -73,6 +77,7 @@ class _Peer:
     host = where = name = "here"
     number = speaker = -1
     open = broken = True
+    error = None
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         json.dumps(header, allow_nan=False)
@@ -102,22 +107,48 @@ def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) 
                 take(header, payload)
 
 
-def rendezvous() -> Target:
-    """Fuzz the operations of a worker at the rendezvous."""
-    from hora.net.rendezvous import Rendezvous, RendezvousEvents
+class _Control:
+    """The operations of the page on a job, without a job."""
 
-    class Quiet(RendezvousEvents):
-        def on_log_line(self, worker: int, text: str) -> None:
-            assert isinstance(text, str)
+    def ask(self, question: object, worker: int | None = None) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+    def remove(self, worker: int, why: str) -> None: ...
+
+
+def rendezvous() -> Target:
+    """Fuzz the operations of a worker at the rendezvous, with a job's observers behind it."""
+    from hora.launch.job import Observation, Watching
+    from hora.net.rendezvous import Rendezvous
+    from hora.world import World
+
+    observation = Observation()
+    observation.observe(Watching(), _Control(), "job", title="t")
+    dashboard: Any = observation.observer
+    worlds = {number: World(rank=number, size=2, worker=number, hostname="h") for number in range(2)}
 
     def fuzz(data: bytes) -> None:
-        server, peer = Rendezvous("127.0.0.1", secret=KEY, job="job", events=Quiet()), _Peer()
+        server, peer = Rendezvous("127.0.0.1", secret=KEY, job="job", events=observation), _Peer()
+        observation.rendezvous = server
+        observation.tell_world(0, worlds)
         try:
             peer.speaker = 1
             _conversation(data, lambda header, payload: server.message(peer, header, payload))  # type: ignore[arg-type]
             server.closed(peer)  # type: ignore[arg-type]
         finally:
             server.close()
+        assert observation.observer is dashboard
+        shown: concurrent.futures.Future[None] = concurrent.futures.Future()
+        dashboard._server._tasks.call(lambda: show(shown))
+        shown.result(timeout=20)
+
+    def show(shown: concurrent.futures.Future[None]) -> None:
+        try:
+            dashboard._server._tick()
+            shown.set_result(_show(dashboard._run))
+        except Exception as error:
+            shown.set_exception(error)
 
     words = [
         "hello",
@@ -137,7 +168,44 @@ def rendezvous() -> Target:
     fields = {"id": 1, "key": "k", "keys": ["k"], "amount": 1, "rank": 1, "size": 2, "timeout_s": 0.1, "worker": 1}
     fields |= {"name": "n", "generation": 0, "epoch": "0.0", "kind": "report", "type": "E", "message": "m"}
     fields |= {"traceback": "t", "consequence": False}
-    return fuzz, [json.dumps({"op": word, **fields}).encode() + b"\tpayload" for word in words]
+    said = [json.dumps({"op": word, **fields}).encode() + b"\tpayload" for word in words]
+    for kind, payload in _telemetry():
+        said.append(json.dumps({"op": "telemetry", "worker": 1, "kind": kind}).encode() + b"\t" + payload)
+    return fuzz, said
+
+
+def _telemetry() -> list[tuple[str, bytes]]:
+    """Return genuine telemetry of each kind."""
+    from hora.telemetry import Report, Sample
+
+    full = Report(
+        Sample(5, 2, 1.0, 0.5), waiting=("allreduce.x", 0.5, (0, 1)), metrics={"loss": 0.5}, events=(("note", "t"),),
+        host={"num_cpus": 2, "cpu": 0.5, "gpus": [{"name": "g", "busy": 0.1}]}, total_steps=9,
+    )  # fmt: skip
+    frames = [["f.py", 3, "step", "code", "user"]]
+    return [
+        ("report", full.encode()),
+        ("report", Report(Sample()).encode()),
+        ("stall", b"[1]"),
+        ("stack", json.dumps({"threads": [["main", frames]]}).encode()),
+        ("profile", json.dumps({"num_samples": 2, "seconds": 1.0, "stacks": [[2, frames]]}).encode()),
+        ("committed", b""),
+    ]
+
+
+def _show(run: Any) -> None:
+    """Show a run as the page, Prometheus and the terminal do."""
+    from rich.console import Console
+
+    from hora.watch import terminal, view
+
+    everything = json.loads(view.as_json(view.everything(run)), parse_constant=_refuse)
+    view.metrics(run).encode(errors="replace")
+    state: dict[str, Any] = {}
+    terminal._take(state, {"everything": everything})
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terminal._picture(state, 100))
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def agents() -> Target:
@@ -190,10 +258,11 @@ def sessions() -> Target:
 
 def local_agents() -> Target:
     """Fuzz the frames that the controller reads from the socket of a local agent."""
-    from hora.launch.agent.protocol import Exited, Frames, Output, Start, Started, frame
+    from hora.launch.agent.protocol import MESSAGES, Exited, Output, Start, Started
+    from hora.net.messages import Frames, frame
 
     def fuzz(data: bytes) -> None:
-        frames = Frames()
+        frames: Frames[Any] = Frames(MESSAGES)
         with contextlib.suppress(ValueError, RecursionError):
             for piece in (data[:7], data[7:]):
                 for message in frames.feed(piece):
@@ -218,16 +287,10 @@ def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 
 def recordings() -> Target:
     """Fuzz a recorded run for `hora view`: its facts, and its entries before compression."""
-    from hora.watch import view
     from hora.watch.recording import read_run
     from simulated_run import Simulation
 
-    def show(path: Path) -> None:
-        run = read_run(path)
-        json.loads(view.as_json(view.everything(run)), parse_constant=_refuse)
-        view.metrics(run).encode(errors="replace")
-
-    show_file = _in_a_file(show)
+    show_file = _in_a_file(lambda path: _show(read_run(path)))
 
     def fuzz(data: bytes) -> None:
         facts, _, body = data.partition(b"\n")
@@ -358,19 +421,36 @@ def requests() -> Target:
     return lambda data: loop.run_until_complete(read(data)), [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", post]
 
 
-def reports() -> Target:
-    """Fuzz a rank's telemetry."""
-    from hora.telemetry import Report, Sample
+def telemetry() -> Target:
+    """Fuzz a rank's telemetry: its kind, and the bytes after a line's end."""
+    from hora.telemetry.parsing import parse
 
     def fuzz(data: bytes) -> None:
+        kind, _, payload = data.partition(b"\n")
         with contextlib.suppress(ValueError):
-            Report.decode(data).encode()
+            parse(kind.decode(errors="replace"), payload)
 
-    full = Report(
-        Sample(5, 2, 1.0, 0.5), waiting=("allreduce.x", 0.5, (0, 1)), metrics={"loss": 0.5}, events=(("note", "t"),),
-        host={"cpu": 0.5, "gpus": [{"name": "g", "busy": 0.1}]}, total_steps=9,
-    )  # fmt: skip
-    return fuzz, [full.encode(), Report(Sample()).encode()]
+    return fuzz, [kind.encode() + b"\n" + payload for kind, payload in _telemetry()]
+
+
+def pickles() -> Target:
+    """Fuzz the careful reader: a pickle, an archive of torch.save, and its old format."""
+    import torch
+
+    from hora.safe_load import load_pickle, load_torch
+
+    def fuzz(data: bytes) -> None:
+        for load in (load_pickle, load_torch):
+            with contextlib.suppress(ValueError):
+                load(data)
+
+    value = {"a": torch.arange(4.0), "b": [1, "x", None], "c": collections.OrderedDict(d=(2.5, True))}
+    seeds = [pickle.dumps([1, "x", {"y": (2.5, None)}], protocol) for protocol in (0, 2, 5)]
+    for archive in (True, False):
+        file = io.BytesIO()
+        torch.save(value, file, _use_new_zipfile_serialization=archive)
+        seeds.append(file.getvalue())
+    return fuzz, seeds
 
 
 TARGETS = {
@@ -387,7 +467,8 @@ TARGETS = {
         models,
         hosts,
         requests,
-        reports,
+        telemetry,
+        pickles,
     )
 }
 

@@ -10,6 +10,8 @@ import io
 import json
 import os
 import pickle
+import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from attacked_jobs import MEET, script
-from job_process import HOROVODRUN, JobProcess, run_command
+from job_process import BIN, HOROVODRUN, JobProcess, run_command
 
 from hora.workflow import Checkpoints
 
@@ -192,8 +194,8 @@ class Exploit:
         return os.system, (f"touch {self.trap}",)
 
 
-# A member of the job that implements the documented protocol (docs/protocol.md) and holds its own key. It sends each of
-# these messages to the launcher on a separate connection before it does its work.
+# A member of the job that implements the documented protocol (docs/protocol.md) and holds its own key. `LIES`: it sends
+# each of these messages to the launcher on a separate connection before it does its work.
 MEMBER = """
 import os, pickle, socket, struct, sys
 sys.path.insert(0, sys.argv[1])
@@ -213,6 +215,8 @@ def connect():
 def said(text, payload=b""):
     return len(text).to_bytes(2, "big") + text.encode() + payload
 
+"""
+LIES = """
 DEEP = '{"_n":0,"op":"get","x":' + "[" * 20000 + "]" * 20000 + "}"
 NONSENSE = [b"", b"abc", b"\\xff" * 60000, said("[1]"), said("{}"), said('{"_n":-5,"op":"pong"}'), said(DEEP),
     said('{"_n":true,"op":"pong"}', b"x"), said('{"_n":1000000000000000000,"op":"pong"}'), said('{"_n":0,"op":[]}'),
@@ -241,10 +245,58 @@ if os.environ["HOROVOD_RANK"] == "1":
 """
 
 
+# A member that reports itself as late and answers the launcher's question with a stack that is none, and whose host has
+# facts that are no numbers; then it works until the file exists.
+LIAR = """
+import os, pathlib, time
+if os.environ["HOROVOD_RANK"] == "1":
+    member = connect()
+    sample = struct.pack("<BQI14f", 2, 5, 5, *[1.0] * 14)
+    escapes = "\\x1b]52;c;cm0gLXJmIH4=\\x07"
+    words = [("stall", b"[1]"), ("stack", b'{"threads":[[]]}'), ("stack", b"[" * 100000), ("nonsense", b""),
+        ("report", sample + b'{"h": {"net_out": "x"}}'), ("report", sample + b'{"h": {"net_out": NaN}}'),
+        ("report", sample + b'{"h": {"cpu": 0.5, "num_cpus": "[/x]"}}'), ("report", b"x" * 500000),
+        ("report", sample + ('{"w": ["%s", 30.0, [0]], "e": [["note", "%s"]]}' % (escapes, escapes)).encode())]
+    for kind, data in words:
+        member.send({"op": "telemetry", "kind": kind, "worker": 1}, data)
+    member.send({"op": "check", "id": 3, "keys": []})
+    while "re" not in member.receive()[0]:
+        pass
+print("said", os.environ["HOROVOD_RANK"], flush=True)
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.security
+def test_words_of_a_member_end_neither_the_launcher_nor_its_page(tmp_path: Path):
+    finish, unit = tmp_path / "finish", Path(__file__).parents[1] / "unit"
+    (tmp_path / "log").touch(mode=0o600)  # so that the launcher prints the page's token
+    line = [*HOROVODRUN, "-np", "2", "--dashboard", sys.executable, script(tmp_path, MEMBER + LIAR + MEET)]
+    job = JobProcess([*line, str(unit), str(finish)], tmp_path)
+    for rank in (0, 1):
+        job.wait_for_text(f"said {rank}")
+    address, token = re.findall(r"see it live: (\S+)#token=(\S+)", job.text())[0]
+    for _ in range(2):
+        top = subprocess.run(
+            [str(BIN / "hora"), "top", "--once", address], input=token, capture_output=True, text=True, timeout=100
+        )
+        assert top.returncode == 0, top
+        assert "2 ranks" in top.stdout
+        assert "\x1b]" not in top.stdout
+    finish.touch()
+    assert job.wait() == 0, job.text()
+    assert all(f"rank {rank} sum 2.0" in job.text() for rank in (0, 1)), job.text()
+    assert "Traceback" not in job.text(), job.text()
+    assert "\x1b" not in job.text()
+    assert job.text().count("sends invalid telemetry") == 1, job.text()
+    job.assert_nothing_left()
+
+
 @pytest.mark.security
 def test_a_member_that_sends_garbage_and_pickles_harms_only_itself(tmp_path: Path):
     trap, unit = tmp_path / "trap", Path(__file__).parents[1] / "unit"
-    line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, MEMBER + MEET), str(unit), str(trap)]
+    line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, MEMBER + LIES + MEET), str(unit), str(trap)]
     job = JobProcess(line, tmp_path)
     status = job.wait()
     assert "lied" in job.text(), job.text()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import random
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -258,3 +260,18 @@ def test_a_timed_out_gather_of_many_ranks_gets_a_short_answer():
         assert header["error"] == "timeout"
         assert "and 19999983 others" in header["message"]
         assert still_answers(server)
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
+import parsers  # noqa: E402
+
+
+@pytest.mark.parametrize("name", parsers.TARGETS)
+def test_every_fuzzed_parser_takes_its_own_seeds(name: str):
+    """Without atheris: the targets follow what they fuzz."""
+    fuzz, seeds = parsers.TARGETS[name]()
+    rng = random.Random(name)
+    for seed in seeds:
+        fuzz(seed)
+        for _ in range(3):
+            fuzz(damaged(rng, seed))

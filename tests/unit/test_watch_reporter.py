@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hora import engine, labs
-from hora.telemetry import Meter, Report
+from hora.telemetry import Meter
+from hora.telemetry.parsing import parse_report, parse_stacks
 from hora.telemetry.reporter import Machine, Reporter
-from hora.telemetry.stacks import current_line, current_stacks, profile, stack_text
+from hora.telemetry.stacks import current_line, current_stacks, profile
 
 
 class _Launcher:
@@ -36,7 +37,7 @@ def test_reports_are_sent_periodically_and_the_rest_at_the_end():
     assert launcher.news.wait(10)
     meter.step_done()
     reporter.stop()
-    reports = [Report.decode(data) for kind, data in launcher.messages]
+    reports = [parse_report(data) for kind, data in launcher.messages]
     assert sum(report.sample.num_steps for report in reports) == 2
     assert reports[0].metrics == {"loss": 1.5}
     assert reports[0].host["memory_total"] > reports[0].host["memory"] > 0
@@ -98,7 +99,7 @@ def test_stacks_name_the_line_of_each_thread():
     threads = dict(map(tuple, json.loads(data)["threads"]))
     assert next(iter(threads)) == "MainThread"
     assert ("stuck_here", "go_on.wait(30)") in [(name, code) for _, _, name, code, _ in threads["stuck"]]
-    assert "test_stacks_name_the_line" in stack_text(data)
+    assert "test_stacks_name_the_line" in parse_stacks(data).text
 
 
 def test_a_profile_finds_the_busiest_frame():

@@ -7,7 +7,6 @@ the workers.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from hora.launch.limits import GRACE_S
 from hora.launch.slots import Slot
 from hora.net.rendezvous import Rendezvous, RendezvousEvents
 from hora.net.requests import Raised
-from hora.telemetry.stacks import stack_text
+from hora.telemetry.parsing import Stacks, Stall, parse
 from hora.world import World
 
 if TYPE_CHECKING:
@@ -106,6 +105,7 @@ class Observation(RendezvousEvents):
         self._worlds: Mapping[int, World] = {}  # the present one, by worker
         self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
         self._stacks_to_show: set[int] = set()
+        self._talks_nonsense: set[int] = set()  # workers whose telemetry was invalid
 
     def observe(
         self,
@@ -182,19 +182,25 @@ class Observation(RendezvousEvents):
         self.show_line(text)
 
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        try:
+            told = parse(kind, data)
+        except ValueError as error:
+            if worker not in self._talks_nonsense:
+                self._talks_nonsense.add(worker)
+                _log.warning("worker %d sends invalid telemetry, which is ignored (logged once): %s", worker, error)
+            return
         self.tell("on_telemetry", worker, kind, data)
-        if kind == "stall":
-            ranks = json.loads(data)
+        if isinstance(told, Stall):
             for number, world in self._worlds.items():
-                if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
+                if world.rank in told.ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
                     self._asked_at[number] = time.monotonic()
                     self._stacks_to_show.add(number)
                     self.rendezvous.ask({"question": "stack"}, number)
-        elif kind == "stack" and worker in self._stacks_to_show and worker in self._worlds:
+        elif isinstance(told, Stacks) and worker in self._stacks_to_show and worker in self._worlds:
             self._stacks_to_show.discard(worker)
             world = self._worlds[worker]
             where = f"rank {world.rank} on {world.hostname}"
-            self.show_stack(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
+            self.show_stack(f"{where} keeps the others waiting; it is here:\n{told.text}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
+from hora.logs import printable
 from hora.net import requests
 from hora.net.keys import rank_keys, world_secret
 from hora.net.messages import Pong, checked
@@ -36,6 +37,10 @@ _SHOWN = 16  # ranks named in a message
 _KEY_CHARACTERS, _NAME_CHARACTERS = 4096, 200
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
 _KEYS_BYTES = 256 * 1024
+# What one worker may keep in the launcher's memory: values that it has set, and contributions to gathers that wait.
+WORKERS_BYTES = 64 * 1024 * 1024
+_WORKERS_GATHERS = 64
+_ENTRY_BYTES = 500  # of the tables, beside key and value
 _LAUNCHERS_KEYS = "hora/"  # only the launcher sets keys with this prefix
 _READING = (requests.Get, requests.Check, requests.Keys)
 _WRITING = (requests.Set, requests.Add, requests.Delete, requests.Gather)
@@ -97,6 +102,8 @@ class KeyValueStore:
     def __init__(self, where: tuple[str, int], credentials: Credentials | CredentialsOf, *, name: str) -> None:
         self.generation = -1  # of the ranks that meet
         self._table: dict[str, bytes] = {}
+        self._owners: dict[str, int] = {}  # key -> the worker that has set it
+        self._stored: dict[int, int] = {}  # worker -> the bytes that it has stored
         self._gets: dict[str, list[Call[requests.Get]]] = {}
         self._gathers: dict[str, _Gather] = {}
         self._gone: dict[int, str] = {}  # rank of the current generation -> how it ended
@@ -151,7 +158,7 @@ class KeyValueStore:
                 self._fail_gather(key, f"{peer.name} closed its connection without a goodbye")
 
     def _on_hello(self, call: Call[requests.Hello]) -> None:
-        call.peer.name = call.request.name[:_NAME_CHARACTERS]
+        call.peer.name = printable(call.request.name[:_NAME_CHARACTERS])
         call.answer()
 
     def _on_bye(self, call: Call[requests.Bye]) -> None:
@@ -161,8 +168,8 @@ class KeyValueStore:
         call.answer()
 
     def _on_set(self, call: Call[requests.Set]) -> None:
-        self._store(call.request.key, call.request.data)
-        call.answer()
+        if self._store_of(call, call.request.data):
+            call.answer()
 
     def _on_get(self, call: Call[requests.Get]) -> None:
         key = call.request.key
@@ -176,10 +183,11 @@ class KeyValueStore:
 
     def _on_add(self, call: Call[requests.Add]) -> None:
         total = str(int(self._table.get(call.request.key, b"0")) + call.request.amount).encode()
-        self._store(call.request.key, total)
-        call.answer(total)
+        if self._store_of(call, total):
+            call.answer(total)
 
     def _on_delete(self, call: Call[requests.Delete]) -> None:
+        self._release_key(call.request.key)
         call.answer(b"0" if self._table.pop(call.request.key, None) is None else b"1")
 
     def _on_check(self, call: Call[requests.Check]) -> None:
@@ -187,6 +195,8 @@ class KeyValueStore:
 
     def _on_gather(self, call: Call[requests.Gather]) -> None:
         key, rank, size = call.request.key, call.request.rank, call.request.size
+        if not self._may_wait(call):
+            return
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
             # The waiting ranks would wait forever: report the mismatch to all of them.
@@ -218,7 +228,41 @@ class KeyValueStore:
             for rank in ranks:
                 gather.parked[rank].answer(joined, **header)
 
+    def _store_of(self, call: Call[requests.Set] | Call[requests.Add], value: bytes) -> bool:
+        """Store a peer's value; refuse it beyond the memory of its worker. The holder of a shared key has no limit."""
+        key, worker = call.request.key, call.peer.speaker
+        if worker >= 0:
+            freed = _num_bytes(key, self._table[key]) if self._owners.get(key) == worker else 0
+            stored = self._stored.get(worker, 0) - freed + _num_bytes(key, value)
+            if stored > WORKERS_BYTES:
+                call.answer(error="refused", message=f"worker {worker} would store {stored} bytes: {_QUOTA}")
+                return False
+        self._store(key, value)
+        if worker >= 0:
+            self._owners[key] = worker
+            self._stored[worker] = self._stored.get(worker, 0) + _num_bytes(key, value)
+        return True
+
+    def _release_key(self, key: str) -> None:
+        owner = self._owners.pop(key, None)
+        if owner is not None:
+            self._stored[owner] -= _num_bytes(key, self._table[key])
+
+    def _may_wait(self, call: Call[requests.Gather]) -> bool:
+        """Refuse a contribution to a gather beyond the memory of its worker."""
+        worker, rank = call.peer.speaker, call.request.rank
+        if worker < 0:
+            return True
+        waiting = [one.parked[rank].request for one in self._gathers.values() if rank in one.parked]
+        num_bytes = sum(len(one.data) for one in (*waiting, call.request))
+        if len(waiting) >= _WORKERS_GATHERS or num_bytes > WORKERS_BYTES:
+            why = f"worker {worker} would wait in {len(waiting) + 1} gathers with {num_bytes} bytes: {_QUOTA}"
+            call.answer(error="refused", message=why)
+            return False
+        return True
+
     def _store(self, key: str, value: bytes) -> None:
+        self._release_key(key)
         self._table[key] = value
         for call in self._gets.pop(key, []):
             call.answer(value)
@@ -246,6 +290,13 @@ class KeyValueStore:
                 del self._gathers[key]
         for waiting in self._gets.values():
             waiting[:] = [one for one in waiting if one is not call]
+
+
+_QUOTA = f"at most {WORKERS_BYTES >> 20} MiB, and {_WORKERS_GATHERS} gathers"
+
+
+def _num_bytes(key: str, value: bytes) -> int:
+    return _ENTRY_BYTES + len(key) + len(value)
 
 
 class RendezvousEvents:
@@ -368,7 +419,7 @@ class Rendezvous(KeyValueStore):
             why = f"worker {known} was given up by the launcher: another worker has its place"
             call.answer(error="refused", message=why)
             return
-        name = call.request.name[:_NAME_CHARACTERS]
+        name = printable(call.request.name[:_NAME_CHARACTERS])
         if worker >= 0:
             other = self._named.get((worker, name))
             if other is not None and other is not peer:

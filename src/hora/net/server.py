@@ -39,7 +39,7 @@ from hora.net.wire import (
 _FLUSH_LIMIT_S = 2.0
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a user's limit may be longer
 # Raised by an invalid message.
-_MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, struct.error)
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error)
 _NO_THREAD = "can't start new thread"
 _LAST_READS = 64  # of a peer that no longer reads
 

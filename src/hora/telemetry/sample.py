@@ -1,13 +1,12 @@
 """Telemetry of a rank, once a second: a sample of its steps and occasional extras, in few bytes.
 
-`reporter` writes reports on the ranks; observers of the job read them. They contain only numbers and short strings; a
-received report is decoded within limits and rejected if invalid.
+`reporter` writes reports on the ranks; `parsing` reads them for observers of the job. They contain only numbers and
+short strings.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import operator
 import struct
 from collections.abc import Mapping
@@ -18,11 +17,9 @@ from typing import Any, NamedTuple
 # is the script's own time from the last gradient to `step()` or `synchronize()`.
 PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")
 
-MAX_REPORT_BYTES = 64 * 1024
 MAX_METRICS = 64
 MAX_EVENTS = 64
 MAX_NAME = 200
-_MAX_STEPS = 2**63
 
 
 class Sample(NamedTuple):
@@ -63,8 +60,8 @@ class Sample(NamedTuple):
 
 
 _parts_s = operator.attrgetter(*(f"{part}_s" for part in PARTS))
-_SAMPLE = struct.Struct("<BQI14f")
-_VERSION = 2
+SAMPLE = struct.Struct("<BQI14f")
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -83,45 +80,7 @@ class Report:
     total_steps: int = 0
 
     def encode(self) -> bytes:
-        head = _SAMPLE.pack(_VERSION, *self.sample)
+        head = SAMPLE.pack(VERSION, *self.sample)
         more = {"w": self.waiting, "m": self.metrics, "e": self.events, "h": self.host, "t": self.total_steps}
         rest = {key: value for key, value in more.items() if value}
         return head + (json.dumps(rest, separators=(",", ":")).encode() if rest else b"")
-
-    @classmethod
-    def decode(cls, data: bytes) -> Report:
-        """Decode a report; raises ValueError for anything that `encode` does not produce."""
-        if len(data) > MAX_REPORT_BYTES:
-            raise ValueError(f"a report may have at most {MAX_REPORT_BYTES} bytes, but this one has {len(data)}")
-        try:
-            version, *values = _SAMPLE.unpack_from(data)
-            rest = json.loads(data[_SAMPLE.size :]) if len(data) > _SAMPLE.size else {}
-            if version != _VERSION or not isinstance(rest, dict):
-                raise ValueError(f"version {version}")
-            if not all(map(math.isfinite, values)):
-                raise ValueError("not a report: a duration or a count is not a number")
-            waiting = rest.get("w")
-            return cls(
-                Sample._make(values),
-                None if waiting is None else _waiting(*waiting),
-                {str(key)[:MAX_NAME]: float(value) for key, value in list(rest.get("m", {}).items())[:MAX_METRICS]},
-                tuple((str(kind)[:MAX_NAME], str(text)) for kind, text in rest.get("e", ())[:MAX_EVENTS]),
-                _host(rest.get("h", {})),
-                min(max(int(rest.get("t", 0)), 0), _MAX_STEPS),
-            )
-        except (struct.error, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a report: {error}") from None
-
-
-def _waiting(name: Any, waited_s: Any, ranks: Any) -> tuple[str, float, tuple[int, ...]]:
-    if not math.isfinite(waited_s):
-        raise ValueError("not a report: a wait is infinite")
-    return str(name)[:MAX_NAME], float(waited_s), tuple(map(int, ranks))
-
-
-def _host(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers and strings by name, and a list of such for GPUs."""
-    found: dict[str, Any] = {key: one for key, one in facts.items() if isinstance(one, (int, float, str))}
-    if gpus := facts.get("gpus"):
-        found["gpus"] = [_host({**gpu, "gpus": None}) for gpu in gpus]
-    return found

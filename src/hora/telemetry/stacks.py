@@ -92,16 +92,3 @@ def profile(seconds: float) -> bytes:
         time.sleep(1 / _LOOKS_PER_S)
     stacks = [[count, _with_code(places)] for places, count in counts.most_common(_MAX_STACKS)]
     return json.dumps({"num_samples": looks, "seconds": seconds, "stacks": stacks}).encode()
-
-
-def stack_text(data: bytes) -> str:
-    """Format the training thread of `current_stacks` as a traceback."""
-    threads = json.loads(data)["threads"]
-    if not threads:
-        return "  (no thread)"
-    lines = []
-    for file, line, name, code, _ in reversed(threads[0][1]):
-        lines.append(f'  File "{file}", line {line}, in {name}')
-        if code:
-            lines.append(f"    {code}")
-    return "\n".join(lines)

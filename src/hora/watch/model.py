@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hora.telemetry import Report, Sample
+from hora.telemetry import Sample
+from hora.telemetry.parsing import MAX_RANKS, Stack, parse_profile, parse_report, parse_stacks
 from hora.watch.lateness import Straggler, Timed, Verdict, find_line, find_stragglers
 
 # Kinds of entries, in the order of their numbers in a recording.
@@ -31,7 +32,6 @@ MAX_EVENTS = 1000
 _RECENT_S = 120.0
 _MAX_RECENT = 240
 _MAX_METRICS = 40
-_MAX_RANKS = 4096
 # A waiting rank is reported if it waits this long, and longer than usual.
 _LONG_WAIT_S = 1.5
 STUCK_S = 5.0
@@ -224,7 +224,7 @@ class Run:
         states = [RankState(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
         self.generation, self.places, self._by_worker = generation, {}, {}
         for state in states:
-            if not 0 <= state.rank < _MAX_RANKS:
+            if not 0 <= state.rank < MAX_RANKS:
                 continue
             if state.worker in former and former[state.worker].state == "here":
                 state.state = "here"
@@ -239,7 +239,7 @@ class Run:
     def _report(self, entry: Entry, place: RankState | None) -> None:
         if place is None:
             return
-        report = Report.decode(entry.data)
+        report = parse_report(entry.data)
         place.last = report.sample
         if place.state == "starting":
             place.state = "here"
@@ -305,19 +305,18 @@ class Run:
     def _stack(self, entry: Entry, place: RankState | None) -> None:
         """{"threads": [[name, frames], …]}: the rank's current stacks, the training thread first."""
         if place is not None:
-            threads = [[str(name)[:100], _frames(frames)] for name, frames in json.loads(entry.data)["threads"][:32]]
+            threads = [[name, _lists(frames)] for name, frames in parse_stacks(entry.data).threads]
             self.stacks[place.rank] = {"at": entry.at, "threads": threads}
 
     def _profile(self, entry: Entry, place: RankState | None) -> None:
         """{"num_samples": n, "seconds": s, "stacks": [[count, frames], …]}: samples of the rank's training thread."""
         if place is not None:
-            news = json.loads(entry.data)
-            stacks = [[int(count), _frames(frames)] for count, frames in news["stacks"][:50]]
+            found = parse_profile(entry.data)
             self.profiles[place.rank] = {
                 "at": entry.at,
-                "num_samples": int(news["num_samples"]),
-                "seconds": float(news["seconds"]),
-                "stacks": stacks,
+                "num_samples": found.num_samples,
+                "seconds": found.seconds,
+                "stacks": [[count, _lists(frames)] for count, frames in found.stacks],
             }
             self._find_lines(entry.at)
 
@@ -468,12 +467,9 @@ def _time(seconds: float) -> float:
     return float(seconds)
 
 
-def _frames(frames: Sequence[Any]) -> list[list[Any]]:
-    """Return [file, line, function, code, origin] of each frame, the innermost first."""
-    return [
-        [str(file)[:300], int(line), str(function)[:200], str(code)[:300], str(origin)[:20]]
-        for file, line, function, code, origin in frames[:60]
-    ]
+def _lists(frames: Stack) -> list[list[Any]]:
+    """Return frames as the page's JSON holds them."""
+    return [list(frame) for frame in frames]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hora.logs import printable
 from hora.watch.address import Page, open_page
 from hora.watch.model import Run
 from hora.watch.recording import read_run
@@ -20,8 +21,7 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[PageServer, P
     timeline = read_timeline(path) if is_timeline(path) else None
     run = read_run(path) if timeline is None else Run({"title": Path(path).name, "began": timeline["began"]})
     title = str(run.facts.get("title", "") or Path(path).name)
-    plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # for display in a terminal
-    sock, access, page = open_page(listen, plain)
+    sock, access, page = open_page(listen, printable(title[:200]))
     server = PageServer(run, access, timeline=timeline)
     server.start([sock])
     return server, page

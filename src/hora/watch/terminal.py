@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from hora.logs import printable
 from hora.telemetry import PARTS
 from hora.watch.address import Page
 
@@ -80,6 +81,7 @@ def show(page: Page, *, once: bool = False, console: Console | None = None) -> N
 
 def _take(run: dict[str, Any], news: Mapping[str, Any]) -> None:
     """Apply the full state or a change; only the latest bins matter here."""
+    news = _printable(news)
     everything = news.get("everything")
     if everything is not None:
         run.clear()
@@ -126,7 +128,7 @@ def _straggler(one: Mapping[str, Any]) -> Panel:
     )
     if "line" in one:
         file, number, function, code = one["line"]["own"]
-        text += f"\n{file}:{number} in {function}: {_plain(code)}"
+        text += f"\n{file}:{number} in {function}: {code}"
     return Panel(Text(text, style="bold"), border_style="yellow", title="straggler", title_align="left")
 
 
@@ -185,9 +187,11 @@ def _machines(now: Mapping[str, Any]) -> Table:
         table.add_column(name)
     for name, facts in list(now["hosts"].items())[:12]:
         gpus = "  ".join(f"{100 * gpu['busy']:.0f} %" for gpu in facts.get("gpus", ())[:8])
-        memory = f"{facts['memory'] / 1e9:.1f} of {facts['memory_total'] / 1e9:.0f} GB" if "memory" in facts else ""
-        cpu = f"{100 * facts['cpu']:.0f} % of {facts['num_cpus']}" if "cpu" in facts else ""
-        table.add_row(Text(name), str(len(facts["ranks"])), cpu, memory, gpus)
+        memory = (
+            f"{facts['memory'] / 1e9:.1f} of {facts.get('memory_total', 0) / 1e9:.0f} GB" if "memory" in facts else ""
+        )
+        cpu = f"{100 * facts['cpu']:.0f} % of {facts.get('num_cpus', '?')}" if "cpu" in facts else ""
+        table.add_row(*map(Text, (name, str(len(facts["ranks"])), cpu, memory, gpus)))  # texts, not markup
     return table
 
 
@@ -195,13 +199,17 @@ def _lines(lines: Sequence[Sequence[Any]], width: int) -> Text:
     text = Text("\n")
     for _, _, rank, _, words in lines[-8:]:
         text.append(f"[{'hora' if rank < 0 else rank}] ", "cyan")
-        text.append(_plain(words)[: max(width - 8, 20)] + "\n", "dim")
+        text.append(words[: max(width - 8, 20)] + "\n", "dim")
     return text
 
 
-def _plain(words: str) -> str:
-    """Replace control characters: ranks' output must not move the cursor or rename the window."""
-    return "".join(c if c.isprintable() else " " for c in words)
+def _printable(value: Any) -> Any:
+    """Return the page's JSON without control characters in its texts."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _duration(seconds: float) -> str:
