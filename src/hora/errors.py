@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "AuthenticationError",
     "BadCallError",
+    "DriftError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -57,6 +58,10 @@ class HorovodVersionMismatchError(ImportError):
 
 class BadCallError(TypeError, ValueError):
     """A function cannot be called with these arguments: Python's message, raised before anything starts."""
+
+
+class DriftError(ValueError):
+    """The ranks no longer train the same model; names the ranks, the step and what differs."""
 
 
 class AuthenticationError(ConnectionError):

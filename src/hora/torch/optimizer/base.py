@@ -23,6 +23,7 @@ import torch
 from hora import engine
 from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
+from hora.torch.drift.watch import DriftSettings, DriftWatch, Named
 from hora.torch.norms import check_finite
 from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import parameters_of, unnamed
@@ -85,13 +86,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _base_class: type
     _step = StepState()  # never changed in place: an active optimizer has its own
     _watcher: weakref.ref[Any] | None = None
+    _drift: DriftWatch | None = None  # in a world or set of several
 
     def _distribute(
-        self, options: ReduceOptions, *, groups: Sequence[Sequence[torch.Tensor]], backward_passes_per_step: int
+        self,
+        options: ReduceOptions,
+        *,
+        groups: Sequence[Sequence[torch.Tensor]],
+        backward_passes_per_step: int,
+        drift: DriftSettings | None = None,
     ) -> None:
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._options = options
         self._groups = groups
+        self._drift_settings = drift or DriftSettings()
         self._parameter_names = options.names
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
@@ -144,6 +152,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer = PerParameterReducer(self._options, self._hooked, self._groups)
         wanted = self._uses_buckets and not self._groups
         self._bucket_order = BucketOrder(self._options, self._hooked, wanted=wanted)
+        self._drift = None
+        if self._options.num_members > 1 and self._hooked:
+            label = min(map(self._parameter_names.__getitem__, self._hooked))
+            self._drift = DriftWatch(label, self._drift_settings, process_set_id=self._options.process_set_id)
         self._step = StepState()
 
     @property
@@ -291,10 +303,27 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 if id(parameter) not in step.arrived:
                     reducer.ready(parameter)
         self._last_arrivals = list(step.arrived.values())
+        drift = self._drift
+        is_due = drift is not None and drift.is_due()
         try:
+            if drift is not None and is_due:
+                # Now, as the others change sharded parameters once they have this rank's last bucket.
+                drift.take_digests(self.param_groups, *self._compared_tensors())
             reducer.finish()
         finally:
             self._step = StepState()
+        if drift is not None and is_due:
+            drift.compare(*self._compared_tensors())
+
+    def _compared_tensors(self) -> tuple[Named, Named]:
+        """Return the parameters and buffers that should be equal on all ranks, by name."""
+        names = self._parameter_names
+        return [(names[parameter], parameter) for parameter in self._hooked], self._drift_settings.buffers()
+
+    def _note_step(self) -> None:
+        """Note the hyperparameters of a step that was applied."""
+        if self._drift is not None:
+            self._drift.applied(self.param_groups)
 
     def _groups_changed(self) -> bool:
         """Return whether the user has replaced, added or removed parameters in the groups."""
@@ -369,6 +398,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if closure is None:  # a closure includes forward and backward
                 meter.optimizer_s += time.perf_counter() - began - (meter.wait_s + meter.reduce_s - blocked_s)
             meter.step_done()
+            self._note_step()
 
     def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         average_loss = isinstance(self, torch.optim.LBFGS)
@@ -439,6 +469,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def after_broadcast(self) -> None:
         """Start over with `Compression.powersgd`: the ranks agree on steps and factors again."""
+        if self._drift is not None:
+            self._drift.restart()
         if self._active and self._options.memory is not None:
             self._start_over()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,8 @@ from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, Compressor, PowerSGD
+from hora.torch.drift.buffers import buffers_beside
+from hora.torch.drift.watch import DriftSettings
 from hora.torch.norms import scale_all, total_norm
 from hora.torch.optimizer.base import (
     StepState,
@@ -106,6 +108,7 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
         super().synchronize()
         self._step = StepState()
         meter.step_done()
+        self._note_step()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -124,11 +127,14 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     sharded: bool = False,
+    on_drift: str = "warn",
+    local: Collection[str] = (),
 ) -> Any:
     """Return the same optimizer (hyperparameters, groups and state kept) that reduces gradients over `process_set`.
 
     `sharded=True` shards optimizer work and state over the ranks. On one host it also keeps one copy of the parameters
-    in shared memory.
+    in shared memory. The ranks compare hyperparameters, parameters and buffers now and then; `on_drift`: "warn" on rank
+    0 about a difference, raise an "error" on all ranks, or "ignore" it. `local` names what differs by intent.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -147,6 +153,7 @@ def DistributedOptimizer(
         compression = PowerSGD()
     if isinstance(compression, PowerSGD):
         _check_powersgd(op, gradient_predivide_factor, groups)
+    drift = DriftSettings(on_drift=on_drift, local=local, buffers=buffers_beside(named_parameters))
     names = parameter_names(optimizer, named_parameters)
     hooked = [p for p in parameters_of(optimizer) if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
@@ -164,7 +171,7 @@ def DistributedOptimizer(
     )
     reduce_before_unscaling()
     result = of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
-    result._distribute(options, groups=grouped, backward_passes_per_step=backward_passes_per_step)
+    result._distribute(options, groups=grouped, backward_passes_per_step=backward_passes_per_step, drift=drift)
     leave_untraced()  # the module of this kind of optimizer may be imported only now
     return result
 

@@ -327,6 +327,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._copies.after_step()
         shards.publish()
         meter.step_done()
+        self._note_step()
 
     def _step_ended(self) -> None:
         self._before = None
