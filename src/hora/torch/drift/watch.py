@@ -137,7 +137,7 @@ class DriftWatch:
 
     def __init__(self, label: str, settings: DriftSettings, *, process_set_id: int = 0) -> None:
         self.abstains = False  # this rank differs by intent
-        self.num_left = _EARLY[0]  # reductions until the next comparison
+        self.num_left: float  # reductions until the next comparison
         self.num_steps = 0
         self._runtime = engine.current_runtime()
         self._label, self._set_id = f"drift.{label}", process_set_id
@@ -153,7 +153,8 @@ class DriftWatch:
         self.num_joins = self._runtime.num_joins
         self.abstains = False
         self._begin = self.num_steps
-        self._num_checks, self.num_left, self._gap = 0, _EARLY[0], _EARLY[0]
+        self._num_checks, self._gap = 0, _EARLY[0]
+        self._expect(self._gap)
         self._since = time.perf_counter()
         self._chain = 0
         self._keys: list[list[str]] = []
@@ -207,8 +208,6 @@ class DriftWatch:
 
     def is_due(self) -> bool:
         """Count a reduction; return whether the members compare after it."""
-        if len(self._ended) == len(_FIELDS):
-            return False
         if self.num_joins != self._runtime.num_joins:
             self.restart()
         self.num_left -= 1
@@ -243,7 +242,8 @@ class DriftWatch:
         self._exchange_s = min(self._exchange_s, self._since - began)
         self._num_checks += 1
         early = self._num_checks < len(_EARLY)
-        self._gap = self.num_left = _EARLY[self._num_checks] if early else interval // len(self._ranks) or _SHORTEST
+        self._gap = _EARLY[self._num_checks] if early else interval // len(self._ranks) or _SHORTEST
+        self._expect(self._gap)
         if num_members < len(self._ranks):  # a member has joined, or is another one by intent
             return
         parts = zip(_FIELDS, (sums[at : at + NUM_SUMS] for at in range(0, len(sums), NUM_SUMS)), strict=True)
@@ -255,11 +255,16 @@ class DriftWatch:
             tensors = {"parameters": dict(self._compared(parameters)), "buffers": dict(self._compared(buffers))}
             self._report(differing, tensors, is_error=num_errors > 0)
 
+    def _expect(self, num_reductions: int) -> None:
+        """Set the next comparison; there is none once everything has been reported."""
+        self.num_left = math.inf if len(self._ended) == len(_FIELDS) else num_reductions
+
     # --- a difference -------------------------------------------------------------------------------------------------
 
     def _report(self, fields: Sequence[str], tensors: Mapping[str, _Tensors], *, is_error: bool) -> None:
         """Find out what differs (collective), and say it once."""
         self._ended.update(_FIELDS)
+        self._expect(self._gap)
         of_all = self._exchange(self._facts(fields, tensors))
         found = difference.of_settings(of_all) if "settings" in fields else None
         for field in fields:
@@ -267,6 +272,7 @@ class DriftWatch:
                 found = self._find_tensor(field, tensors[field], of_all)
         if found is None:  # other bits of the same numbers
             self._ended = set(fields)
+            self._expect(self._gap)
             return
         if self._ranks[0] == self._runtime.world.rank:
             meter.event("drift", found.text)

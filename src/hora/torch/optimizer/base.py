@@ -303,8 +303,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 if id(parameter) not in step.arrived:
                     reducer.ready(parameter)
         self._last_arrivals = list(step.arrived.values())
-        drift = self._drift
-        is_due = drift is not None and drift.is_due()
+        drift, is_due = self._drift, False
+        if drift is not None:  # `is_due` of the watch, without a call in every step
+            if drift.num_joins != self._runtime.num_joins:
+                drift.restart()
+            drift.num_left -= 1
+            is_due = drift.num_left <= 0
         try:
             if drift is not None and is_due:
                 # Now, as the others change sharded parameters once they have this rank's last bucket.
