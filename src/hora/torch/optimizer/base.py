@@ -324,11 +324,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         names = self._parameter_names
         return [(names[parameter], parameter) for parameter in self._hooked], self._drift_settings.buffers()
 
-    def _note_step(self) -> None:
-        """Note the hyperparameters of a step that was applied."""
-        if self._drift is not None:
-            self._drift.applied(self.param_groups)
-
     def _groups_changed(self) -> bool:
         """Return whether the user has replaced, added or removed parameters in the groups."""
         now = [p for group in self.param_groups for p in group["params"]]
@@ -402,7 +397,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if closure is None:  # a closure includes forward and backward
                 meter.optimizer_s += time.perf_counter() - began - (meter.wait_s + meter.reduce_s - blocked_s)
             meter.step_done()
-            self._note_step()
+            if self._drift is not None:
+                self._drift.applied(self.param_groups)
 
     def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         average_loss = isinstance(self, torch.optim.LBFGS)

@@ -108,7 +108,8 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
         super().synchronize()
         self._step = StepState()
         meter.step_done()
-        self._note_step()
+        if self._drift is not None:
+            self._drift.applied(self.param_groups)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

@@ -327,7 +327,8 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._copies.after_step()
         shards.publish()
         meter.step_done()
-        self._note_step()
+        if self._drift is not None:
+            self._drift.applied(self.param_groups)
 
     def _step_ended(self) -> None:
         self._before = None
