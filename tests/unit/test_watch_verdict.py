@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from hora.telemetry import Report, Sample
 from hora.watch import view
 from hora.watch.lateness import find_line
 from hora.watch.model import Entry, Run
@@ -120,3 +121,21 @@ def test_a_profile_of_another_time_is_not_compared():
     assert line is not None
     assert line.other is None
     assert line.own == SLEEP
+
+
+def test_ranks_that_drift_apart_stay_in_the_verdict(tmp_path):
+    """One event of rank 0, in the head of the page and of a recording, however many other events follow."""
+    text = (
+        "the ranks have drifted apart, since step 21: learning rate 0.001 on rank 1, 0.01 on rank 0: average the loss"
+    )
+    simulation = Simulation(num_ranks=2)
+    recorder = Recorder(tmp_path / "run.hora", simulation.facts)
+    for entry in _entries(simulation):
+        recorder.take(entry)
+        if entry.kind == "world":
+            report = Report(Sample(), events=(("drift", text), *[("commit", "saved")] * 60))
+            recorder.take(Entry(entry.at, "report", 0, report.encode()))
+    recorder.close()
+    run = read_run(tmp_path / "run.hora")
+    assert [one["text"] for one in view.head(run)["drifts"]] == [text]
+    assert [event.rank for event in run.events if event.kind == "drift"] == [0]

@@ -38,6 +38,7 @@ STUCK_S = 5.0
 _LAST_TIME = 1e11  # seconds since the epoch: later times in a foreign file are invalid
 _MAX_GENERATION = 2**31
 _MAX_VERDICTS = 50
+_MAX_DRIFTS = 10
 _SAME_EPISODE_S = 10.0  # a rank that is slow again so soon keeps its verdict, and the line that was found
 _LATE_PROFILE_S = 10.0  # a profile may arrive this long after its rank has caught up
 
@@ -142,7 +143,7 @@ class RankState:
 
 
 class Event(NamedTuple):
-    """A mark in time. Kinds: world, resumed, lost, failed, commit, nan, stall, note, end."""
+    """A mark in time. Kinds: world, resumed, lost, failed, commit, nan, drift, stall, note, end."""
 
     number: int
     at: float
@@ -194,6 +195,7 @@ class Run:
         self.stragglers: list[Straggler] = []
         self.verdicts: deque[Verdict] = deque(maxlen=_MAX_VERDICTS)
         self._latest_verdicts: dict[int, Verdict] = {}  # of each rank of this world
+        self.drifts: deque[Event] = deque(maxlen=_MAX_DRIFTS)  # ranks that no longer train the same model
         self.outcome: str | None = None  # done, failed, stopped
         self.outcome_text = ""
         self.stepped = False  # a rank has completed a step in this generation
@@ -331,7 +333,10 @@ class Run:
 
     def note(self, at: float, kind: str, rank: int, text: str) -> None:
         self.num_events += 1
-        self.events.append(Event(self.num_events, at, kind[:40], rank, text[:1000]))
+        event = Event(self.num_events, at, kind[:40], rank, text[:1000])
+        self.events.append(event)
+        if kind == "drift":
+            self.drifts.append(event)
 
     # ---- what it means ------------------------------------------------------------------------------------
 

@@ -96,6 +96,7 @@ def _take(run: dict[str, Any], news: Mapping[str, Any]) -> None:
 def _picture(run: Mapping[str, Any], width: int) -> RenderableType:
     now = run["head"]
     parts: list[RenderableType] = [_headline(run, now), _numbers(now)]
+    parts += [_drift(one) for one in now["drifts"][-2:]]
     parts += [_straggler(one) for one in now["stragglers"][:2]]
     parts += [_pending(op) for op in now["pending"][:2] if op["missing"]]
     parts += [_ranks(now, run["columns"], width), _legend(), _machines(now), _lines(run["lines"], width)]
@@ -118,6 +119,10 @@ def _numbers(now: Mapping[str, Any]) -> Text:
         f"step {now['step']:,}{total}   {now['step_ms'] or 0:.4g} ms a step{rate}{left}   {now['size']} ranks   "
         f"{100 * (now['hidden'] or 0):.0f} % of the reduction hidden\n"
     )
+
+
+def _drift(one: Mapping[str, Any]) -> Panel:
+    return Panel(Text(_plain(one["text"]), style="bold"), border_style="red", title="drift", title_align="left")
 
 
 def _straggler(one: Mapping[str, Any]) -> Panel:

@@ -73,6 +73,7 @@ def head(run: Run) -> dict[str, Any]:
         "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
         "stragglers": [_verdict(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)],
         "past": [_verdict(one) for one in sorted(over, key=_cost_s, reverse=True)[:_MAX_PAST]],
+        "drifts": [{"at": round(one.at), "text": one.text} for one in run.drifts],
         "pending": [op._replace(waited_s=round(op.waited_s, 1))._asdict() for op in run.pending()],
         "hosts": {name: _host(run, name, step_s) for name in sorted({place.host for place in run.places.values()})},
     }

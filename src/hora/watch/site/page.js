@@ -209,7 +209,7 @@ const median = (values) => { const v = values.filter((x) => x !== null).sort((a,
 const isOver = () => !run.live || ["done", "failed", "stopped"].includes(run.head.state);
 const verdicts = () => (run.head.stragglers.length || !isOver() ? run.head.stragglers : run.head.past);
 const lateRanks = () => new Set([...verdicts().map((s) => s.rank), ...run.head.pending.flatMap((op) => (run.head.state === "waiting" ? op.missing : []))]);
-const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad", commit: "--good", stall: "--warn" };
+const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad", drift: "--bad", commit: "--good", stall: "--warn" };
 // Commits after every few steps are no news: their marks would cover the curve.
 const rare = (kind) => kind !== "commit" || run.events.reduce((n, e) => n + (e[2] === kind), 0) <= 20;
 const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2]) && rare(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
@@ -223,7 +223,7 @@ function showCharts() {
   const shown = c.ranks.length <= 128 ? c.ranks.map((_, i) => i) : c.ranks.map((_, i) => i).filter((i) => late.has(c.ranks[i]));
   const key = JSON.stringify([c.ranks, [...late], shown.length]), several = c.ranks.length > 2;
   charts.step ||= new Chart($("c-step"), {
-    unit: " ms", marks: marks(["world", "lost", "nan"]), gaps: () => run.shown.gaps, onScale: (u) => { if (charts.heat) { charts.heat.range = [u.scales.x.min, u.scales.x.max]; charts.heat.draw(); } },
+    unit: " ms", marks: marks(["world", "lost", "nan", "drift"]), gaps: () => run.shown.gaps, onScale: (u) => { if (charts.heat) { charts.heat.range = [u.scales.x.min, u.scales.x.max]; charts.heat.draw(); } },
     tip: (i) => stepTip(i),
   });
   charts.step.data = [xs, ...shown.map((r) => c.step[r]), ...(several ? [medians] : [])];
@@ -282,7 +282,7 @@ function showMetric(c, xs) {
     $("metric-pick").dataset.key = key;
     $("metric-pick").replaceChildren(...names.slice(0, 8).map((name) => { const b = h("button", { onclick: () => { metric = name; charts.metric.build([]); charts.metric.series = []; dirty.add("columns"); render(); } }, name); b.setAttribute("aria-pressed", String(name === metric)); return b; }));
   }
-  charts.metric ||= new Chart($("c-metric"), { zero: false, marks: marks(["world", "commit", "nan", "lost"]), tip: (i) => `${clock(run.shown.began + i * run.shown.bin_s)}\n${metric}   ${pretty(run.shown.metrics[metric][i])}` });
+  charts.metric ||= new Chart($("c-metric"), { zero: false, marks: marks(["world", "commit", "nan", "lost", "drift"]), tip: (i) => `${clock(run.shown.began + i * run.shown.bin_s)}\n${metric}   ${pretty(run.shown.metrics[metric][i])}` });
   charts.metric.data = [xs, c.metrics[metric]];
   if (!charts.metric.series.length) charts.metric.build([{ stroke: css("--accent"), width: 2, spanGaps: true }]);
   else charts.metric.set(charts.metric.data);
@@ -342,6 +342,10 @@ function showAlerts() {
       cards.push(alertCard("bad", `rank ${rank} on ${place.host} keeps the others waiting`, `${plural(op.there.length, "rank")} wait in ${op.name} for ${duration(op.waited_s)}.`, null, frames ? [`rank ${rank} is here right now`, frames] : null));
     }
   }
+  for (const one of now.drifts.slice(-2)) {
+    const [title, ...rest] = one.text.split(": ");
+    cards.push(alertCard("bad", title, rest.join(": "), null, null));
+  }
   for (const s of verdicts().slice(0, 2)) {
     const past = s.until !== null, frames = s.line ? s.line.frames : past ? null : mainFrames(s.rank), percent = (x) => `${Math.round(100 * x)}\u00a0%`;
     const note = !s.line ? `rank ${s.rank} was here when last asked` : `rank ${s.rank} ${past ? "was" : "is"} here in ${percent(s.line.share)} of its time` + (s.line.other === null ? "" : `, rank ${s.line.other} in ${percent(s.line.usual)}`);
@@ -350,7 +354,7 @@ function showAlerts() {
     cards.push(alertCard("", `rank ${s.rank} on ${s.host} ${past ? "was" : "is"} ${s.slowdown.toFixed(2)}× slower than ${s.than} ${when}${share}`, `${others[0]} wait${past ? "ed" : others[1]} for it for ${s.late}\u00a0% of every step.`, s.excess, frames ? [note, frames] : null));
   }
   if (now.state === "failed" && now.why) cards.push(alertCard("bad", now.why.split("\n")[0].slice(0, 200), now.why.split("\n").slice(1, 9).join("\n"), null, null));
-  const key = JSON.stringify([verdicts(), now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
+  const key = JSON.stringify([verdicts(), now.drifts, now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
   if (key === $("alerts").dataset.key) return;
   $("alerts").dataset.key = key; $("alerts").replaceChildren(...cards);
 }
