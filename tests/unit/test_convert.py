@@ -112,6 +112,45 @@ def test_loaders_that_cannot_be_sharded_are_noted():
     assert "line 3: every rank reads all rows of loader" in "\n".join(Converted(text).notes)
 
 
+TRAINING = """\
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+steps = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+writer = SummaryWriter()
+for epoch in range(100):
+    for batch in tqdm(rows):
+        if batch is None:
+            break
+        optimizer.step()
+    if epoch == 90:
+        break
+    plateau.step(validate())
+    steps.step()
+    if stopping.update(validate()):
+        log(epoch)
+        break
+path.write_text("done")
+"""
+
+
+def test_what_one_rank_would_decide_or_write_is_noted():
+    notes = "\n".join(Converted(TRAINING).notes)
+    for words in (
+        "line 7: every rank would write: let rank 0 alone call SummaryWriter",
+        "line 9: every rank would draw a progress bar: tqdm(…, disable=hvd.rank() != 0)",
+        "line 15: each rank would set its own learning rate",
+        "hvd.allreduce(torch.tensor(validate())).item()",
+        "line 17: ends this rank's loop by its own result",
+        "line 20: every rank would write: let rank 0 alone call write_text",
+    ):
+        assert words in notes
+    for line in (10, 13, 16):  # within an epoch; by the number of the epoch; a schedule that sees no loss
+        assert f"line {line}:" not in notes
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -8,9 +8,20 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _INIT = ["hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"]
+_WRITERS = (
+    "SummaryWriter",
+    "TensorBoardLogger",
+    "CSVLogger",
+    "WandbLogger",
+    "write_text",
+    "write_bytes",
+    "to_csv",
+    "savefig",
+)
+_WRITING = ("wandb.init", "mlflow.start_run", "neptune.init_run", "comet_ml.Experiment", "torch.onnx.export")
 _GPU = [
     "if torch.cuda.is_available():  # one GPU for each process of a machine",
     "    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())",
@@ -36,6 +47,7 @@ class Converted:
         for scope in (self._tree, *functions):
             for statement in _statements(scope):
                 self._look_at(statement, scope)
+        self._note_what_one_rank_decides()
         if not any("DistributedOptimizer" in edit[-1] for edit in self._edits):
             raise ValueError(
                 "no line such as `optimizer = torch.optim.SGD(model.parameters(), lr=0.1)` was found; "
@@ -119,6 +131,44 @@ class Converted:
         for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
             self._edits.append((line, 0, line, 0, "    "))
 
+    def _note_what_one_rank_decides(self) -> None:
+        """Note what needs a value that all ranks have, or only one rank: the script's own code does it on each."""
+        plateaus = {
+            ast.unparse(target)
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for target in node.targets
+            if self._name(node.value.func).endswith("ReduceLROnPlateau")
+        }
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call):
+                self._note_call(node, plateaus)
+            elif isinstance(node, ast.For | ast.While):
+                for item in _own_statements(node):
+                    if isinstance(item, ast.If) and _ends_by_result(item, node):
+                        self._note(
+                            item,
+                            "ends this rank's loop by its own result, and the others wait for it: decide by the "
+                            "average, hvd.allreduce(torch.tensor(value)), on all ranks alike",
+                        )
+
+    def _note_call(self, call: ast.Call, plateaus: Collection[str]) -> None:
+        name = self._name(call.func)
+        last = name.rpartition(".")[2]
+        if last == "step" and call.args and ast.unparse(call.func).rpartition(".")[0] in plateaus:
+            value = ast.unparse(call.args[0])
+            self._note(
+                call,
+                "each rank would set its own learning rate: give the scheduler the average over the ranks, "
+                f"hvd.allreduce(torch.tensor({value})).item()",
+            )
+        elif last in _WRITERS or name in _WRITING:
+            self._note(call, f"every rank would write: let rank 0 alone call {last} and what uses it: hvd.rank() == 0")
+        elif last in ("tqdm", "trange") and not any(keyword.arg == "disable" for keyword in call.keywords):
+            self._note(call, f"every rank would draw a progress bar: {last}(…, disable=hvd.rank() != 0)")
+        elif last in ("tqdm", "trange"):
+            self._note(call, "every rank would draw a progress bar: add `or hvd.rank() != 0` to its disable=")
+
     def _start(self) -> None:
         body = self._tree.body
         last = next(item for item in body if isinstance(item, ast.Import | ast.ImportFrom))
@@ -198,6 +248,28 @@ def _statements(scope: ast.AST) -> Iterator[ast.stmt]:
             yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _statements(child)
+
+
+def _own_statements(loop: ast.For | ast.While) -> Iterator[ast.stmt]:
+    """Yield the statements of a loop that its `break` would end, without those of loops inside it."""
+    waiting: list[ast.stmt] = list(loop.body)
+    while waiting:
+        statement = waiting.pop(0)
+        yield statement
+        if not isinstance(statement, ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            waiting += [item for item in ast.iter_child_nodes(statement) if isinstance(item, ast.stmt)]
+
+
+def _ends_by_result(condition: ast.If, loop: ast.For | ast.While) -> bool:
+    """Return whether an `if` ends a loop over epochs by more than the number of passes."""
+    if not any(isinstance(item, ast.Break) for item in condition.body):
+        return False
+    target = ast.unparse(loop.target) if isinstance(loop, ast.For) else ""
+    asked = {item.id for item in ast.walk(condition.test) if isinstance(item, ast.Name)}
+    about = " ".join(asked | {ast.unparse(condition.test)}).lower()
+    over_epochs = "epoch" in target or any(isinstance(item, ast.For | ast.While) for item in loop.body)
+    counts = asked <= {target} and not any(isinstance(item, ast.Call) for item in ast.walk(condition.test))
+    return (over_epochs and not counts) or any(word in about for word in ("stop", "patience"))
 
 
 def _epoch_loops(scope: ast.AST, loader: str) -> Iterator[ast.For]:
