@@ -4,8 +4,9 @@ torch calls `register` when it is imported (the entry point `torch.backends`), s
 `hora.torch.distributed` is imported when a process group is created. From 2.14 on, torch also calls `register` when a
 program names the backend (`torch.distributed.backends`), even with TORCH_DEVICE_BACKEND_AUTOLOAD=0.
 
-`env://`, torch's default way to meet, knows torchrun's variables alone. Under mpirun and srun, which set others, a
-process finds its place as `hvd.init()` does.
+`env://`, torch's default way to meet, knows torchrun's variables alone, and opens a store on all addresses that needs
+no secret. Under Hora's launchers the store is at their authenticated rendezvous instead. Under mpirun and srun, which
+set other variables, a process finds its place as `hvd.init()` does.
 
 `replace_gloo`, or HORA_REPLACE_GLOO=1 in the environment, is for programs with a hard-coded backend: a group that
 requests only gloo is created with Hora, and keeps gloo's name for code that inspects it.
@@ -14,6 +15,7 @@ requests only gloo is created with Hora, and keeps gloo's name for code that ins
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -63,7 +65,11 @@ def _read_variables_of_launchers() -> None:
     def with_launchers(url: str, *args: Any, **named: Any) -> Any:
         from hora.world import World
 
-        if "RANK" in os.environ or "rank=" in url or (world := World.from_env()).launcher == "none":
+        if "rank=" in url:
+            return original(url, *args, **named)
+        if _is_rank_of_ours():
+            return _meet(World.from_env(), *args, **named)
+        if "RANK" in os.environ or (world := World.from_env()).launcher == "none":
             return original(url, *args, **named)
         return _meet(world, *args, **named)
 
@@ -71,12 +77,22 @@ def _read_variables_of_launchers() -> None:
     handlers["env"] = with_launchers
 
 
+def _is_rank_of_ours() -> bool:
+    """Return whether a launcher of Hora started this very process as the rank that torch's variables say it is."""
+    env = os.environ
+    if "HORA_JOB" not in env or "TORCHELASTIC_RUN_ID" in env or multiprocessing.parent_process() is not None:
+        return False
+    return env.get("HOROVOD_RANK") == env.get("RANK") and env.get("HOROVOD_SIZE") == env.get("WORLD_SIZE")
+
+
 def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store of rank 0, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
+    """Yield a store, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
     from datetime import timedelta
 
+    from hora.engine import current_place
     from hora.engine.rendezvous import open_torch_store
 
+    world = current_place(world)
     store = open_torch_store(world, limit_s=(timeout or timedelta(minutes=30)).total_seconds())
     yield store, world.rank, world.size
 

@@ -64,7 +64,15 @@ def test_the_store_behaves_as_torch_expects(client):
     assert store.delete_key("key") is False
     store.multi_set(["x", "y"], ["1", b"\x00"])
     assert store.multi_get(["x", "y"]) == [b"1", b"\x00"]
-    assert dist.PrefixStore("deep", store).has_extended_api() is False
+    deep = dist.PrefixStore("deep", store)
+    assert deep.has_extended_api() is False
+    deep.set("key", "1")
+    assert store.get("deep/key") == b"1"
+    assert deep.delete_key("key") is True
+    if hasattr(deep, "clone"):
+        copy = deep.clone()
+        copy.set("key", "2")
+        assert deep.get("key") == b"2"
 
 
 def test_waiting_for_a_key_ends_at_the_limit_or_by_the_liveness_check(client):

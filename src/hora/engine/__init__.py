@@ -5,6 +5,7 @@ Read in this order: request, plan, negotiation/base, queue, bootstrap, runtime; 
 
 from hora.engine.process import (
     control_connection,
+    current_place,
     current_runtime,
     current_world,
     has_elastic_launcher,
@@ -22,6 +23,7 @@ __all__ = [
     "ReduceOp",
     "Runtime",
     "control_connection",
+    "current_place",
     "current_runtime",
     "current_world",
     "has_elastic_launcher",

@@ -260,14 +260,14 @@ class Bootstrap:
         """Return whether these ranks are numbered host by host."""
         return [rank for host in by_host(ranks, self.sharing) for rank in host] == list(ranks)
 
-    def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
+    def share(self, key: str, ranks: Sequence[int], num_bytes: int, *, limit_s: float | None = None) -> Segment:
         """Allocate memory shared by all these ranks, which are on one host (collective)."""
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
             return self.control_tree.handoff.offer(name, num_bytes, len(ranks) - 1)
         try:
-            limit_s = self.config.init_timeout_s
+            limit_s = self.config.init_timeout_s if limit_s is None else limit_s
             return self.control_tree.handoff.fetch(
                 ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive
             )

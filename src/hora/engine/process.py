@@ -38,6 +38,7 @@ _registered_exit = False
 _last_place: World | None = None
 _reporters: dict[ControlClient, Reporter] = {}
 _watched: list[ControlClient] = []  # connections that report lost ranks
+_broken_generations: set[int] = set()  # those that have lost a rank
 # A newcomer waits for the others' next commit; the launcher decides how long.
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
@@ -91,6 +92,18 @@ def restart() -> None:
     init(world=place)
 
 
+def current_place(place: World) -> World:
+    """Return this process's place now: in an elastic job that has lost a rank, or for a newcomer, that in the next
+    generation.
+    """
+    if _runtime is None and has_elastic_launcher(place):
+        config = EngineConfig.from_env()
+        _watch(open_rendezvous(place, limit_s=config.init_timeout_s).client)
+        if place.generation < 0 or place.generation in _broken_generations:
+            return _next_place(place, config)
+    return place
+
+
 def has_elastic_launcher(place: World | None = None) -> bool:
     """Return whether a launcher creates a new world for this process when one breaks."""
     place = place or _place()
@@ -128,9 +141,8 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
         _last_place = place = replace(place, generation=int(plan))
     epoch = _num_starts.get(place.generation, 0)
     _num_starts[place.generation] = epoch + 1
-    if client is not None and client not in _watched:
-        _watched.append(client)
-        client.on_notice(_on_notice)
+    if client is not None:
+        _watch(client)
     runtime = Runtime(place, config, epoch)
     _runtimes.add(runtime)
     runtime.start(process_sets)
@@ -192,8 +204,16 @@ def _next_place(place: World, config: EngineConfig) -> World:
     return renewed
 
 
+def _watch(client: ControlClient) -> None:
+    if client not in _watched:
+        _watched.append(client)
+        client.on_notice(_on_notice)
+
+
 def _on_notice(notice: dict[str, Any]) -> None:
     """Handle a lost rank: the ranks' own connections may take longer to notice it."""
+    if notice["notice"] == "lost":
+        _broken_generations.add(int(notice["generation"]))
     for runtime in list(_runtimes):
         if notice["notice"] == "lost" and runtime.world.generation == notice.get("generation"):
             runtime.lost(int(notice["rank"]), str(notice["how"]))

@@ -226,14 +226,21 @@ def _join(point: RendezvousEndpoint, secret: bytes, rank: int, deadline: float) 
 
 
 _torch_stores = itertools.count()  # that this process has opened, as often as the other ranks
+_control_stores: dict[int, list[ControlStore]] = {}  # by generation: torch does not keep their Python half
 
 
-def open_torch_store(world: World, *, limit_s: float) -> TCPStore:
-    """Return a store of torch for the ranks of a launcher, hosted by rank 0.
+def open_torch_store(world: World, *, limit_s: float) -> Store:
+    """Return a store for torch's groups.
 
-    Where nobody chose a port, it has one of the system's choice, published through the ranks' rendezvous.
+    It is at the rendezvous of a Hora launcher, or hosted by rank 0 for other launchers' ranks. Where nobody chose a
+    port, rank 0's has one of the system's choice, published through the ranks' rendezvous.
     """
     point, limit = world.rendezvous, timedelta(seconds=limit_s)
+    if point.kind == "hora":
+        client = open_rendezvous(world, limit_s=limit_s).client
+        opened = _control_stores.setdefault(world.generation, [])  # as often on each rank: values stay
+        opened.append(ControlStore(client, prefix=f"torch/{world.generation}.{len(opened)}", timeout_s=limit_s))
+        return opened[-1]
     if not point.more_ports:
         address = point.address or "127.0.0.1"
         return TCPStore(address, point.port, world.size, world.rank == 0, limit, multi_tenant=True)
@@ -307,15 +314,6 @@ def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, 
     )
 
 
-def agree_on_number(store: Store, member: int, size: int, number: int, *, limit_s: float) -> int:
-    """Return the number that member 0 assigns to a group of `size` members, all of which call this."""
-    ours = _store_of_this_time(store, size)
-    if member == 0:
-        ours.set("number", str(number))
-        return number
-    return int(_get(ours, "number", limit_s, "the first member to number the group"))
-
-
 def _store_of_this_time(store: Store, size: int) -> Store:
     """Return the part of a store for the ranks that arrive now: torch reuses names in a second initialization."""
     arrival = store.add("hora/arrivals", 1)
@@ -387,11 +385,11 @@ def host_fingerprint() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-# NCCL.
+# Stores for torch.
 
 
 class ControlStore(Store):
-    """A torch store in which NCCL publishes its addresses, through the launcher's authenticated rendezvous.
+    """A torch store at an authenticated rendezvous, for NCCL's addresses and for torch's groups.
 
     It replaces an open TCPStore. Torch calls the methods, also from its own threads. Keys are under `prefix`. Waits end
     after `timeout_s`, or when `check_alive` raises.
@@ -407,6 +405,13 @@ class ControlStore(Store):
         self._client = client
         self._prefix = prefix
         self._check_alive = check_alive
+        self._clones: list[ControlStore] = []
+
+    def clone(self) -> ControlStore:
+        limit_s = self.timeout.total_seconds()
+        copy = ControlStore(self._client, prefix=self._prefix, timeout_s=limit_s, check_alive=self._check_alive)
+        self._clones.append(copy)
+        return copy
 
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set(self._key(key), _bytes(value))
@@ -427,6 +432,8 @@ class ControlStore(Store):
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete(self._key(key))
+
+    deleteKey = delete_key  # noqa: N815 - C++ calls it by this name
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set `key` if its value is `expected` (empty: or the key is missing); returns the value afterwards."""

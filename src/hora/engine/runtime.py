@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +46,7 @@ from hora.engine.transport.base import AliveCheck, LocalTransport, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
+from hora.errors import HorovodInternalError
 from hora.net.wire import Header, Stream, derived_secret, new_secret
 from hora.telemetry.stacks import current_line
 from hora.world import World
@@ -74,7 +78,7 @@ class ProcessSets:
         self._num_registered = 0  # by all ranks
         self._num_links: dict[int, int] = {}  # created links, by serial number of the set
         self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for future sets, by serial number
-        self._num_groups = 0  # that this rank has numbered
+        self._num_groups: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by name and ranks
         self._lock = threading.RLock()  # of messages
 
     def close(self) -> None:
@@ -169,10 +173,10 @@ class ProcessSets:
         self._add(number, ranks, self._num_registered)
         return number
 
-    def _add(self, number: int, ranks: tuple[int, ...], serial: int) -> None:
+    def _add(self, number: int, ranks: tuple[int, ...], serial: int, limit_s: float | None = None) -> None:
         queue = repeated = None
         if self._world.rank in ranks:
-            queue = self._make_queue(number, ranks, serial)
+            queue = self._make_queue(number, ranks, serial, limit_s)
             if isinstance(queue.negotiation, SharedMemoryNegotiation):
                 repeated = RepeatedCalls(queue, queue.negotiation)
         # The control tree's thread must neither drop a message now nor deliver one before early ones.
@@ -182,16 +186,18 @@ class ProcessSets:
             for message in self._early.pop(serial, []):
                 self.deliver(serial, *message)
 
-    def new_group_number(self) -> int:
-        """Return a number for a group that no other rank assigns in this world."""
-        self._num_groups += 1
-        return (self._num_groups * self._world.size + self._world.rank) + _FIRST_GROUP
-
-    def add_group(self, ranks: Sequence[int], number: int) -> OperationQueue:
-        """Register a set among its members only (collective), under a number that one of them assigned."""
+    def add_group(self, ranks: Sequence[int], name: str, *, limit_s: float) -> OperationQueue:
+        """Register a set among its members only (collective). They know one another by the name and the ranks."""
         self._runtime.status.check_open()
         _checked_ranks(ranks, self._world.size)
-        self._add(number, tuple(ranks), number)
+        self._num_groups[name, tuple(ranks)] += 1  # equally on all members
+        number = _group_number(name, ranks, self._num_groups[name, tuple(ranks)])
+        try:
+            self._add(number, tuple(ranks), number, limit_s)
+        except TimeoutError as error:
+            raise HorovodInternalError(
+                f"waited {limit_s:g} s for rank {ranks[0]} to make the group {name!r} of the ranks {list(ranks)}"
+            ) from error
         return self.queue(number)
 
     def remove_group(self, number: int) -> None:
@@ -219,13 +225,13 @@ class ProcessSets:
         """Return the serial number of a set, which is never reused: leftovers of an earlier set must not be found."""
         return self._sets[number].serial
 
-    def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int) -> OperationQueue:
+    def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int, limit_s: float | None) -> OperationQueue:
         runtime, rank = self._runtime, self._world.rank
         return OperationQueue(
             number,
             ranks,
             QueueWorld(rank, runtime.status, runtime.recorder, self._execute, runtime.leave_if_idle, self._core()),
-            negotiation=self._make_negotiation(serial, ranks),
+            negotiation=self._make_negotiation(serial, ranks, limit_s),
             planner=BatchPlanner(
                 ranks,
                 fusion_threshold_bytes=runtime.config.fusion_threshold_bytes,
@@ -236,12 +242,13 @@ class ProcessSets:
             make_transport=functools.partial(self._make_transport, number),
         )
 
-    def _make_negotiation(self, serial: int, ranks: tuple[int, ...]) -> Negotiation:
+    def _make_negotiation(self, serial: int, ranks: tuple[int, ...], limit_s: float | None) -> Negotiation:
         if len(ranks) == 1:
             return LocalNegotiation()
         peers, capacity = self._runtime.peers, self._runtime.config.cache_capacity
         if peers.can_share(ranks):
-            segment = peers.share(f"set{serial}/control", ranks, SharedMemoryNegotiation.num_bytes(len(ranks)))
+            num_bytes = SharedMemoryNegotiation.num_bytes(len(ranks))
+            segment = peers.share(f"set{serial}/control", ranks, num_bytes, limit_s=limit_s)
             return SharedMemoryNegotiation(segment, ranks.index(self._world.rank), len(ranks), cache_capacity=capacity)
         return TreeNegotiation(peers.control_tree, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
 
@@ -606,6 +613,12 @@ class Runtime:
 
 def _no_stream(rank: int, key: str) -> Stream:
     raise ValueError(f"there is no rank {rank} in a world of one")
+
+
+def _group_number(name: str, ranks: Sequence[int], times: int) -> int:
+    """Return the number that each member gives to a group: nothing is agreed, so nobody else can disturb that."""
+    digest = hashlib.blake2b(json.dumps([name, list(ranks), times]).encode(), digest_size=7).digest()
+    return _FIRST_GROUP + int.from_bytes(digest, "big")
 
 
 def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:

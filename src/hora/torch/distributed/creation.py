@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hora import engine
 from hora.config import EngineConfig
-from hora.engine.rendezvous import agree_on_number, close_store, world_of_store
+from hora.engine.rendezvous import close_store, world_of_store
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.untraced import leave_untraced
 from hora.version import require
@@ -31,10 +31,12 @@ def create(options: Any, backend_options: Any) -> HoraProcessGroup:
     _check_alone(sys._getframe(2).f_locals.get("backend_config"))
     leave_untraced()
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
-    return make_group(options.store, options.group_rank, options.group_size, timeout, ranks)
+    return make_group(options.group_id, options.store, options.group_rank, options.group_size, timeout, ranks)
 
 
-def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]) -> HoraProcessGroup:
+def make_group(
+    name: str, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
+) -> HoraProcessGroup:
     """Return this rank's end of a group (collective among its members). Without global ranks: the default group."""
     limit_s = timeout.total_seconds()
     if not global_ranks:
@@ -48,10 +50,7 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta, global_rank
             raise ValueError(
                 f"the group names the rank(s) {outside}, but the ranks of this job are 0 to {runtime.world.size - 1}"
             )
-    number = runtime.sets.new_group_number()
-    if size > 1:
-        number = agree_on_number(store, rank, size, number, limit_s=limit_s)
-    queue = runtime.sets.add_group(ranks, number)
+    queue = runtime.sets.add_group(ranks, name, limit_s=limit_s)
     on_shutdown = _end_engine if owns else None  # else `hvd` uses the engine, too
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
     if not global_ranks:
@@ -64,7 +63,8 @@ def _end_engine() -> None:
     """Stop the engine that `make_group` started."""
     point = engine.current_runtime().world.rendezvous
     engine.shutdown()
-    close_store(point)
+    if point.kind != "hora":  # a launcher hears of its ranks over this connection until they end
+        close_store(point)
 
 
 def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:

@@ -156,7 +156,8 @@ class HoraProcessGroup(_BASE):
         name = group_name or f"{self._name}/split{list(ranks)}"
         store = dist.distributed_c10d.PrefixStore(f"{name}/", self._store)
         global_ranks = [self._ranks[member] for member in ranks]
-        part = self._make(store, list(ranks).index(self._rank), len(ranks), timeout or self._timeout, global_ranks)
+        member, limit = list(ranks).index(self._rank), timeout or self._timeout
+        part = self._make(name, store, member, len(ranks), limit, global_ranks)
         part.setGroupName(name)
         part.setGroupDesc(group_desc or "")
         return part
