@@ -4,6 +4,24 @@
  *
  * MUTANT breaks one rule: 1 the reader reads the bell after looking, 2 a writer rings before it has written, 3 a writer increments
  * the bell in two steps, so that an old number can return, 4 the reader checks for a full ring before it takes.
+ *
+ * Stands for these functions, whose digests tests/unit/test_verify.py compares:
+ *     src/hora/engine/shm/messages.h hora_add 13cece3121
+ *     src/hora/engine/shm/messages.h ring_bell fad0ed6218
+ *     src/hora/engine/shm/messages.h available 8bacb2b5ab
+ *     src/hora/engine/shm/messages.h space 7c4ac7a8c5
+ *     src/hora/engine/shm/messages.h note_given bbf3b064b9
+ *     src/hora/engine/shm/messages.h note_taken 42b33119ac
+ *     src/hora/engine/shm/messages.h hora_pipe_move d895b0970b
+ *     src/hora/engine/shm/messages.h hora_try_send 4bb118bb7c
+ *     src/hora/engine/shm/messages.h hora_try_receive 7a3c47b7dc
+ *     src/hora/engine/shm/messages.h move_some a286aa2584
+ *     src/hora/engine/shm/messages.h hora_message 544b83cea3
+ *     src/hora/engine/shm/native.c wake b4fc767de6
+ *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
+ *     src/hora/engine/shm/native.c patiently 2510f97021
+ *     src/hora/engine/point_to_point.py Messages._progress 7942f6f797
+ *     src/hora/engine/point_to_point.py Messages._turn 46b9026919
  */
 #ifndef N
 #define N 2

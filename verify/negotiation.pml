@@ -16,6 +16,24 @@
  * MUTANT, each of which must fail: 1 the bell is read after the heads; 2 the bell rings before the head is stored; 3 the coordinator
  * does not mark itself asleep; 4 the round number is stored before the cut; 5 a cut is reused at any time;
  * 6 a ring is reused as soon as the member's own rounds are done; 7 the kernel does not compare.
+ *
+ * Stands for these functions, whose digests tests/unit/test_verify.py compares:
+ *     src/hora/engine/shm/native.c wake b4fc767de6
+ *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
+ *     src/hora/engine/shm/native.c patiently 2510f97021
+ *     src/hora/engine/shm/native.c hora_wake bf729afb6e
+ *     src/hora/engine/shm/native.c hora_wait_for 0ffd0aecf8
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wait 93b5a64483
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wake 0b7265bb9d
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.poll eb23396956
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._lead 8bff534dc1
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._follow 5e2b53b773
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._publish 8129d7b01c
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._cut_is_free 30a0c5cfd6
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.flush ae4b85e2c2
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._write e30ee1556b
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._reclaim a83a6c1c3a
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._ring 822ec6b706
  */
 #ifndef N
 #define N 2

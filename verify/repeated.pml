@@ -19,6 +19,21 @@
  *
  * MUTANT, each of which must fail: 1 the last check precedes the writing of the word; 2 announcements rouse no sleeper; 3 only a
  * member's first news since its last round does; 4 the kernel does not compare; 5 no second check after news.
+ *
+ * Stands for these functions, whose digests tests/unit/test_verify.py compares:
+ *     src/hora/engine/shm/repeated.h record_of 9b8f507318
+ *     src/hora/engine/shm/repeated.h quiet 62a4fe0a6d
+ *     src/hora/engine/shm/repeated.h rouse 87527700a6
+ *     src/hora/engine/shm/repeated.h hora_nudge 1e0b4d6c68
+ *     src/hora/engine/shm/repeated.h publish_record 284a24580d
+ *     src/hora/engine/shm/repeated.h all_published a56eabdf7d
+ *     src/hora/engine/shm/repeated.h sleep_unless_news 0557203f4d
+ *     src/hora/engine/shm/repeated.h agree 85aa9cc299
+ *     src/hora/engine/shm/repeated.h hora_repeated 8a1afd149a
+ *     src/hora/engine/shm/native.c wake b4fc767de6
+ *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
+ *     src/hora/engine/repeated.py RepeatedCalls._settle 055e2c6acb
+ *     src/hora/engine/repeated.py RepeatedCalls._is_ready 0ff0a7de1f
  */
 #ifndef MUTANT
 #define MUTANT 0

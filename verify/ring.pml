@@ -1,4 +1,4 @@
-/* The ring of slots (src/hora/engine/transport/ring.py; hora_allreduce of src/hora/engine/shm/native.c; reduce_staged of
+/* The ring of slots (src/hora/engine/transport/shm.py; hora_collective of src/hora/engine/shm/native.c; hora_repeated of
  * src/hora/engine/shm/repeated.h): N members execute ITEMS operations, each of the kind picked by the first member that reaches it.
  *
  *     direct:  fill and publish up to AHEAD steps ahead, wait for the step, read all of its slots
@@ -6,7 +6,7 @@
  *     staged:  one step that is agreed on by the records of a repeated call (`tickets`): all slots are read once all members have
  *              published the ticket, and the counter follows without waking a member
  *
- *     publish: store the counter, then look for sleepers, then wake them       (publish_to of native.c)
+ *     publish: store the counter, then look for sleepers, then wake them       (hora_publish of native.c)
  *     wait:    mark oneself asleep, check once more, sleep on the value seen   (patiently of native.c)
  *
  * Step s uses slot s modulo DEPTH, so slots are reused, and the kernel compares the low half of a counter, here modulo LOW. Checked
@@ -16,6 +16,21 @@
  * MUTANT, each of which must fail: 1 one slot less; 2 a member runs one step further ahead; 3 results are read a step too soon;
  * 4 the counter is published before the slot is filled; 5 a publisher looks for sleepers first; 6 the low half of a counter repeats
  * while a member may still watch it.
+ *
+ * Stands for these functions, whose digests tests/unit/test_verify.py compares:
+ *     src/hora/engine/shm/native.c wake b4fc767de6
+ *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
+ *     src/hora/engine/shm/native.c patiently 2510f97021
+ *     src/hora/engine/shm/native.c hora_publish 38302d81bf
+ *     src/hora/engine/shm/native.c hora_wait 8b3b83993c
+ *     src/hora/engine/shm/native.c slot 0209d2824a
+ *     src/hora/engine/shm/native.c fill_slot 13b4fbe350
+ *     src/hora/engine/shm/native.c empty_slots 5659a605c9
+ *     src/hora/engine/shm/native.c reduce_own_slice 4b645d616e
+ *     src/hora/engine/shm/native.c take 69330fab78
+ *     src/hora/engine/shm/native.c hora_collective 99011f48bf
+ *     src/hora/engine/shm/repeated.h publish_record 284a24580d
+ *     src/hora/engine/shm/repeated.h hora_repeated 8a1afd149a
  */
 #ifndef N
 #define N 2

@@ -1,8 +1,8 @@
 /* A schedule (src/hora/engine/schedule.py) and its wait protocol (src/hora/engine/shm/counters.py): N members execute ITEMS items in two
  * phases each, publish and wait; one of them may join or die at any step.
  *
- *     publish: store the counter, then look for sleepers, then wake them       (Counters.publish, publish_to of native.c)
- *     wait:    mark oneself asleep, check once more, sleep on the value seen   (Counters._sleep, patiently of native.c)
+ *     publish: store the counter, then look for sleepers, then wake them       (Counters.publish, hora_publish of native.c)
+ *     wait:    mark oneself asleep, check once more, sleep on the value seen   (Counters.meet, patiently of native.c)
  *
  * Checked by `make verify`: no member sleeps for ever (a sleeper is in a valid end state only if the member it waits for has died), none
  * reduces an item before all members have published it or are absent for it, and all members agree on the absent ones.
@@ -10,6 +10,21 @@
  *
  * MUTANT, each of which must fail: 1 a publisher looks for sleepers first; 2 neither the member nor the kernel checks once more before
  * sleeping.
+ *
+ * Stands for these functions, whose digests tests/unit/test_verify.py compares:
+ *     src/hora/engine/shm/native.c wake b4fc767de6
+ *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
+ *     src/hora/engine/shm/native.c patiently 2510f97021
+ *     src/hora/engine/shm/native.c counter_of 82f04d7886
+ *     src/hora/engine/shm/native.c sleeps 865abe9c17
+ *     src/hora/engine/shm/native.c hora_publish 38302d81bf
+ *     src/hora/engine/shm/native.c hora_wait 8b3b83993c
+ *     src/hora/engine/shm/native.c hora_meet fd265144a2
+ *     src/hora/engine/shm/counters.py Counters.publish e6efb4def1
+ *     src/hora/engine/shm/counters.py Counters.meet 450fe4a786
+ *     src/hora/engine/schedule.py ReductionSchedule._step d87da164d7
+ *     src/hora/engine/schedule.py ReductionSchedule.end_together 6f5066a5ce
+ *     src/hora/engine/schedule.py ReductionSchedule.meet 21bf1f2c74
  */
 #ifndef MUTANT
 #define MUTANT 0
