@@ -18,11 +18,11 @@ from hora.errors import HorovodInternalError
 _LIMIT = timedelta(minutes=10)  # longer than the test: only the notice of the death ends a wait in time
 
 
-def start(place, *, prefix="first", ranks=None):
+def start(place, *, prefix="first", ranks=None, limit=_LIMIT):
     torch_backend.register()
     ranks = list(range(place.size)) if ranks is None else ranks
     store = dist.PrefixStore(prefix, place.store)
-    dist.init_process_group("hora", store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=_LIMIT)
+    dist.init_process_group("hora", store=store, rank=ranks.index(place.rank), world_size=len(ranks), timeout=limit)
 
 
 @pytest.mark.ranks(3, lost=(1,))

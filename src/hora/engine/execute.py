@@ -79,30 +79,51 @@ def execute_on_device(
             request.device_event = finished
 
 
+def _end_on_device(request: Request, ranks: Sequence[int]) -> None:
+    """Write the results of a request that ran on a GPU to the caller's tensors, on the same stream."""
+    device = request.tensors[0].device
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device, tuple(ranks))):
+        stream = torch.cuda.current_stream()
+        for tensor in (*request.targets, *(target for target, _ in request.copy_back)):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        for target, result in request.copy_back:
+            target.detach().copy_(result)
+        request.run_last()
+        request.device_event = torch.cuda.Event()
+        request.device_event.record(stream)
+
+
 def deliver(request: Request) -> None:
     """Make the results of a request that ran on a GPU available to the caller's stream."""
     stream = torch.cuda.current_stream(request.tensors[0].device)
     if request.device_event is not None:
         stream.wait_event(request.device_event)
-    for target, result in request.copy_back:
-        target.detach().copy_(result)
     for tensor in request.outputs or ():
         if tensor.is_cuda:
             tensor.record_stream(stream)
 
 
-def write_back(requests: Sequence[Request]) -> None:
-    """Copy the results of CPU requests to the caller's tensors; a failure becomes that request's error."""
+def end(requests: Sequence[Request], ranks: Sequence[int]) -> None:
+    """Write the results of executed requests to the callers' tensors; a failure becomes that request's error."""
     for request in requests:
-        try:
-            for target, result in request.copy_back:
-                with torch.inference_mode(target.is_inference()):
-                    target.detach().copy_(result)
-        except RuntimeError as problem:  # the request must still complete
-            request.error = HorovodInternalError(f"the result could not be written back: {problem}")
-        for tensor in request.results or ():
-            if not tensor.is_inference():
-                increment_version(tensor)  # bytes were written without autograd; one by one for torch before 2.4
+        if request.device_event is None:
+            _write_back(request)
+        elif request.copy_back or request.last is not None:
+            _end_on_device(request, ranks)
+
+
+def _write_back(request: Request) -> None:
+    try:
+        for target, result in request.copy_back:
+            with torch.inference_mode(target.is_inference()):
+                target.detach().copy_(result)
+    except RuntimeError as problem:  # the request must still complete
+        request.error = HorovodInternalError(f"the result could not be written back: {problem}")
+    for tensor in request.results or ():
+        if not tensor.is_inference():
+            increment_version(tensor)  # bytes were written without autograd; one by one for torch before 2.4
+    request.run_last()
 
 
 @cache

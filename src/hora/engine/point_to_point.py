@@ -76,7 +76,9 @@ class Message(Completion):
         self.ordinary = False  # another message arrived first
 
     def finish(self, error: HorovodInternalError | None = None) -> None:
-        self.error, self.done, self.keep = error, True, None
+        self.error = error
+        self.run_last()
+        self.done, self.keep = True, None
         if self.on_done is not None:
             self.call_back()
 
@@ -334,7 +336,7 @@ class Messages:
             if message.done:
                 return
             orphan = copy(message)  # it keeps the memory alive
-            orphan.on_done = None
+            orphan.on_done = orphan.last = None
             sending = self._sending.get(message.peer, deque())
             if message in self._receives:
                 self._receives.remove(message)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hora.engine.execute import deliver, execute, execute_on_device, write_back
+from hora.engine.execute import deliver, end, execute, execute_on_device
 from hora.engine.negotiation.base import Negotiation
 from hora.engine.plan import Batch, BatchPlanner, Part
 from hora.engine.request import NUM_INSTANCES, GoOn, Key, Kind, Request, Signature, Validator, full_names
@@ -330,8 +330,7 @@ class OperationQueue(ProgressEngine):
         """Wait for a request of this queue; returns its outputs or raises its error."""
         if not request.done:
             self.wait(request)
-        if request.error is not None:
-            raise HorovodInternalError(*request.error.args)
+        request.raise_error()
         if request.device_event is not None:
             deliver(request)
         return request.results or request.outputs or []
@@ -456,7 +455,7 @@ class OperationQueue(ProgressEngine):
         for request in requests:
             request.error = error
         if error is None:
-            write_back([request for request in requests if request.device_event is None])  # a GPU's are on its stream
+            end(requests, self.ranks)
         for request in requests:
             self.in_flight.pop(request.key, None)
             request.done = True

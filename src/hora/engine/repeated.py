@@ -42,6 +42,8 @@ _TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier red
 class CallPlan:
     """The common part of all calls with one signature, so that a call allocates no object."""
 
+    last: Callable[[Request], object] | None = None  # last step of a call that takes the ordinary path (`Completion`)
+
     def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
         is_barrier = signature.kind == Kind.BARRIER
         (name,), (shape,) = _TOKEN if is_barrier else (signature.dtypes, signature.shapes)
@@ -261,4 +263,7 @@ def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request
     if plan.signature.kind == Kind.BARRIER:
         return Request(plan.signature)
     source = tensor.view(plan.signature.shapes[0])
-    return Request(plan.signature, [source], [source if out is tensor else out], [out])
+    request = Request(plan.signature, [source], [source if out is tensor else out], [out])
+    if plan.last is not None:
+        request.last, request.targets = plan.last, [out]
+    return request

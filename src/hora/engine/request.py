@@ -153,11 +153,41 @@ _calling_back = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """The end of something in flight: it is `done`, perhaps with an error."""
+    """The end of something in flight: it is `done`, perhaps with an error.
+
+    `last` is its last step, which takes this object and writes `targets`. The thread that completes the operation runs
+    it, so the results do not depend on who waits for them, or whether anyone does.
+    """
 
     done: bool = field(default=False, init=False)
-    error: HorovodInternalError | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
     on_done: Callable[[], None] | None = field(default=None, init=False)
+    last: Callable[[Any], object] | None = field(default=None, init=False)
+    targets: Sequence[torch.Tensor] = field(default=(), init=False)
+    device_event: torch.cuda.Event | None = field(default=None, init=False)  # after which a GPU has the results
+
+    @property
+    def has_result(self) -> bool:
+        """Return whether waiting would return at once, also to a GPU's stream."""
+        return self.done and (self.device_event is None or self.error is not None or self.device_event.query())
+
+    def raise_error(self) -> None:
+        """Raise the error of the operation, a new one for everyone who asks."""
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+
+    def run_last(self) -> None:
+        """Run the last step of an operation without an error; a failure becomes its error."""
+        if self.last is None or self.error is not None:
+            return
+        try:
+            with torch.inference_mode(any(target.is_inference() for target in self.targets)), torch.no_grad():
+                self.last(self)
+        except (ValueError, HorovodInternalError) as error:
+            self.error = error.with_traceback(None)
+        except Exception as problem:  # the operation must still end
+            self.error = HorovodInternalError(f"the result could not be written back: {problem}")
+        self.last, self.targets = None, ()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call a function once this is done, here or on the thread that completes it; it must not wait or raise."""
@@ -195,16 +225,10 @@ class Request(Completion):
     parts_left: int = 0
     # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.
     answer: Any = None
-    device_event: torch.cuda.Event | None = None
 
     def result(self) -> list[torch.Tensor]:
         """Wait for the operation, drive it meanwhile, and return the outputs or raise its error."""
         return self.queue.result(self)
-
-    @property
-    def has_result(self) -> bool:
-        """Return whether `result` would return at once, also to a GPU's stream."""
-        return self.done and (self.device_event is None or self.error is not None or self.device_event.query())
 
     @property
     def name(self) -> str:

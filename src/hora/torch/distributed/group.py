@@ -32,7 +32,7 @@ from hora.torch.distributed.work import DONE, Work
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()
-_Step = tuple[Request, Callable[[], object] | None]  # with the function that processes the result
+_Last = Callable[[Request], object]  # the last step of a request (`Completion`)
 # With `BackendBase`, torch has a backend for each device of a group; before, a Python group is a whole group.
 _BASE: Any = getattr(dist, "BackendBase", dist.ProcessGroup)
 
@@ -189,32 +189,34 @@ class HoraProcessGroup(_BASE):
         if isinstance(part, Message):
             if not part.done and not self._messages.wait(part, deadline):
                 self._messages.cancel(part, self._late_message(part, limit_s))
-            if part.error is not None:
-                raise HorovodInternalError(*part.error.args)
+            part.raise_error()
+            if part.device_event is not None:
+                part.device_event.wait()
             return
         queue = self._queue
         if not part.done:
-            queue.wait(_Until(part, deadline))
+            until = _Until(part, deadline)
+            if not until.done:
+                queue.wait(until)
             if not part.done:
-                raise self._timed_out(part, limit_s)
+                self._time_out(part, limit_s)
         queue.result(part)
 
     def _finish_in_time(self, request: Request) -> None:
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
 
-    def _timed_out(self, request: Request, limit_s: float) -> HorovodInternalError:
-        """Abort the group on this rank, and return an error that names the missing ranks."""
+    def _time_out(self, request: Request, limit_s: float) -> None:
+        """End a request and the group on this rank with an error that names the missing ranks."""
         self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
         others = [rank for rank in self._ranks if rank != self._own_rank]
         absent = self._runtime.lines_of(others, self._queue.process_set_id, request.key)
         if request.done:
-            return request.error or HorovodInternalError(f"{request.name} took longer than {limit_s:g} s")
+            return
         text = (
             f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for rank(s) "
             f"{list(absent)}: {_listed(absent) or 'all ranks are in it'}. This process group cannot be used any more"
         )
         self._queue.give_up(text)
-        return HorovodInternalError(text)
 
     def go_on_now(self) -> None:
         """Advance calls in flight as far as possible without waiting."""
@@ -249,12 +251,15 @@ class HoraProcessGroup(_BASE):
         root: int = -1,
         splits: Sequence[int] | None = None,
         grouped: bool = False,
+        last: _Last | None = None,
+        targets: Sequence[Tensor] = (),
     ) -> Request:
-        """Submit a request. `wait`: this thread will drive it at once."""
+        """Submit a request. `wait`: this thread will drive it at once; `last` writes `targets` (`Completion`)."""
         self._check_here()
         queue = self._queue
         request = queue.validator.request(CollectiveCall(kind, None, reduce, root, splits, grouped), tensors, outputs)
         request.signature = request.signature._replace(operation=self._label(operation))
+        request.last, request.targets = last, targets
         queue.submit(request, background=not wait)
         return request
 
@@ -266,11 +271,10 @@ class HoraProcessGroup(_BASE):
                 "destroyed, or this process was forked from the one that made it"
             )
 
-    def _work(self, steps: Sequence[_Step], tensors: Sequence[Any], opts: Any) -> Work:
+    def _work(self, requests: Sequence[Request], tensors: Sequence[Any], opts: Any) -> Work:
         timeout = getattr(opts, "timeout", _NO_TIMEOUT)
         limit_s = timeout.total_seconds() if timeout > _ZERO else self._limit_s
-        finals = [final for _, final in steps if final is not None]
-        work = Work(tensors, [request for request, _ in steps], finals, self, limit_s)
+        work = Work(tensors, requests, self, limit_s)
         if _waits(opts):
             work.wait()
             return DONE
@@ -296,15 +300,15 @@ class HoraProcessGroup(_BASE):
             if request is None:
                 return None
             self._num_calls += 1
-            return Work([target], [request], (), self, self._limit_s)
+            return Work([target], [request], self, self._limit_s)
         if not plan.path.carry_out(plan, source, target, self._finish_in_time):
             return None
         self._num_calls += 1
         _tell_autograd(target)
         return DONE
 
-    def _remember(self, key: object, request: Request, *tensors: Tensor) -> None:
-        """Keep the engine's plan for later calls like this one, if it has a plan."""
+    def _remember(self, key: object, request: Request, *tensors: Tensor, last: _Last | None = None) -> None:
+        """Keep the engine's plan for later calls like this one, if it has a plan. `last`: what ends them, too."""
         as_given = all(
             one.is_cpu and one.dtype == sent.dtype for one, sent in zip(tensors, request.tensors, strict=True)
         )
@@ -313,6 +317,7 @@ class HoraProcessGroup(_BASE):
                 self._known.clear()
             plan = self._runtime.sets.repeated_plan(self._queue, request.signature)
             if plan is not None:
+                plan.last = last
                 self._known[key] = plan
 
     # Reductions.
@@ -337,31 +342,30 @@ class HoraProcessGroup(_BASE):
             return self._allreduce_folded(operation, tensors, reductions, opts)
         views = [one.view(tensor) for one, tensor in zip(reductions, tensors, strict=True)]
         kinds = dict.fromkeys(one.reduce for one in reductions)
-        wait, steps = _waits(opts) and len(kinds) == 1, list[_Step]()
+        wait, requests = _waits(opts) and len(kinds) == 1, list[Request]()
         for reduce in kinds:
             some = [view for view, one in zip(views, reductions, strict=True) if one.reduce == reduce]
             many = len(some) > 1
             request = self._submit(operation, Kind.ALLREDUCE, some, some, reduce=reduce, grouped=many, wait=wait)
-            steps.append((request, None))
+            requests.append(request)
         if key is not None and hash(opts.reduceOp) != _PREMUL_SUM:
             self._remember(key, request, tensors[0])
-        return self._work(steps, tensors, opts)
+        return self._work(requests, tensors, opts)
 
     def _allreduce_folded(
         self, operation: str, tensors: Sequence[Tensor], reductions: Sequence[Reduction], opts: Any
     ) -> Work:
         """Reduce with an operator that the engine lacks: members gather all inputs and fold them in rank order."""
 
-        def step(tensor: Tensor, one: Reduction) -> _Step:
-            request = self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(1, -1)], wait=False)
-
-            def finish() -> None:
+        def submit(tensor: Tensor, one: Reduction) -> Request:
+            def write(request: Request) -> None:
                 parts = [row.view(tensor.dtype) for row in _outputs(request)[0].view(self._size, -1)]
                 tensor.detach().copy_(fold(one, parts, tensor))
 
-            return request, finish
+            rows = [moved(tensor).reshape(1, -1)]
+            return self._submit(operation, Kind.ALLGATHER, rows, wait=False, last=write, targets=[tensor])
 
-        return self._work([step(*both) for both in zip(tensors, reductions, strict=True)], tensors, opts)
+        return self._work([submit(*both) for both in zip(tensors, reductions, strict=True)], tensors, opts)
 
     def _allreduce_sparse(self, operation: str, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
@@ -369,15 +373,14 @@ class HoraProcessGroup(_BASE):
             raise ValueError(f"{operation} of sparse tensors takes ReduceOp.SUM only, on rank {self._own_rank}")
         own = tensor.coalesce()
         indices = self._submit(operation, Kind.ALLGATHER, [own.indices().t().contiguous()], wait=False)
-        values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False)
 
-        def finish() -> None:
+        def write(values: Request) -> None:  # the last of both: they are executed in order
+            indices.raise_error()
             (where,), (what,) = _outputs(indices), _outputs(values)
-            total = torch.sparse_coo_tensor(where.t(), what, tensor.shape).coalesce()
-            with torch.no_grad():
-                tensor.copy_(total)
+            tensor.copy_(torch.sparse_coo_tensor(where.t(), what, tensor.shape).coalesce())
 
-        return self._work([(indices, None), (values, finish)], tensors, opts)
+        values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False, last=write, targets=[tensor])
+        return self._work([indices, values], tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
@@ -385,13 +388,9 @@ class HoraProcessGroup(_BASE):
         if one.folded or self._size == 1:
             return self._allreduce("reduce", tensors, opts)
         view = one.view(tensor)
-        request = self._submit("reduce", Kind.ALLREDUCE, [view], reduce=one.reduce, wait=_waits(opts))
-
-        def finish() -> None:
-            if opts.rootRank == self._rank:
-                view.detach().copy_(_outputs(request)[0])
-
-        return self._work([(request, finish)], tensors, opts)
+        result = [view] if opts.rootRank == self._rank else None
+        request = self._submit("reduce", Kind.ALLREDUCE, [view], result, reduce=one.reduce, wait=_waits(opts))
+        return self._work([request], tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce the input and keep this rank's part."""
@@ -407,44 +406,52 @@ class HoraProcessGroup(_BASE):
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        steps = []
+        requests = []
         for output, some in zip(outputs, inputs, strict=True):
             one = reduction_of(opts, output.dtype, "reduce_scatter")
             parts = [one.view(tensor.detach()).reshape(-1) for tensor in some]
             if len({part.numel() for part in parts}) == 1 and parts[0].numel() == one.view(output).numel():
-                steps.append(self._scatter_rows("reduce_scatter", torch.stack(parts), output, one, wait=False))
+                requests.append(self._scatter_rows("reduce_scatter", torch.stack(parts), output, one, wait=False))
             else:
-                steps.append(self._scatter_parts("reduce_scatter", parts, output, one))
-        return self._work(steps, outputs, opts)
+                requests.append(self._scatter_parts("reduce_scatter", parts, output, one))
+        return self._work(requests, outputs, opts)
 
     def _reduce_scatter(
         self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
     ) -> Work:
-        steps = []
+        requests = []
         for output, input_ in zip(outputs, inputs, strict=True):
             self._check_sizes(operation, ("input", input_), ("output", output))
             one = reduction_of(opts, output.dtype, operation)
             rows = one.view(input_.detach()).reshape(self._size, -1)
             wait = _waits(opts) and len(outputs) == 1
-            steps.append(self._scatter_rows(operation, rows, output, one, wait=wait))
-        request = steps[0][0]
+            requests.append(self._scatter_rows(operation, rows, output, one, wait=wait))
+        request = requests[0]
         if key is not None and request.signature.kind == Kind.REDUCESCATTER and hash(opts.reduceOp) != _PREMUL_SUM:
             self._remember(key, request, inputs[0])
-        return self._work(steps, outputs, opts)
+        return self._work(requests, outputs, opts)
 
-    def _scatter_rows(self, operation: str, rows: Tensor, output: Tensor, one: Reduction, *, wait: bool) -> _Step:
+    def _scatter_rows(self, operation: str, rows: Tensor, output: Tensor, one: Reduction, *, wait: bool) -> Request:
         """Reduce row m to member m."""
         target = one.view(output.detach())
         if one.folded is not None or one.reduce.op not in _SCATTERED:
-            request = self._submit(operation, Kind.ALLTOALL, [moved(rows)], splits=[1] * self._size, wait=False)
-            return request, lambda: target.copy_(fold(one, list(_outputs(request)[0].view(rows.dtype)), target))
-        if rows.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
-            # The output is a part of the input, which is still being read when the first results arrive.
-            request = self._submit(operation, Kind.REDUCESCATTER, [rows], reduce=one.reduce, wait=wait)
-            return request, lambda: target.copy_(_outputs(request)[0].view_as(target))
-        return self._submit(operation, Kind.REDUCESCATTER, [rows], [target], reduce=one.reduce, wait=wait), None
 
-    def _scatter_parts(self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction) -> _Step:
+            def write(request: Request) -> None:
+                target.copy_(fold(one, list(_outputs(request)[0].view(rows.dtype)), target))
+
+            splits, sent = [1] * self._size, [moved(rows)]
+            return self._submit(operation, Kind.ALLTOALL, sent, splits=splits, wait=False, last=write, targets=[target])
+        if rows.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+            return self._submit(operation, Kind.REDUCESCATTER, [rows], [target], reduce=one.reduce, wait=wait)
+
+        # The output is a part of the input, which is still being read when the first results arrive.
+        def copy(request: Request) -> None:
+            target.copy_(_outputs(request)[0].view_as(target))
+
+        reduce, targets = one.reduce, [target]
+        return self._submit(operation, Kind.REDUCESCATTER, [rows], reduce=reduce, wait=wait, last=copy, targets=targets)
+
+    def _scatter_parts(self, operation: str, parts: Sequence[Tensor], output: Tensor, one: Reduction) -> Request:
         """Reduce parts of different sizes: reduce everything, and keep this member's part."""
         if one.folded is not None:
             raise ValueError(f"{operation} cannot reduce parts of different sizes by this operator: pad them")
@@ -455,8 +462,12 @@ class HoraProcessGroup(_BASE):
                 f"{operation} on rank {self._own_rank}: the output has {target.numel()} elements, but this "
                 f"rank's part of the input {parts[self._rank].numel()}"
             )
-        request = self._submit(operation, Kind.ALLREDUCE, [whole], reduce=one.reduce, wait=False)
-        return request, lambda: target.copy_(_outputs(request)[0][begin : begin + target.numel()].view_as(target))
+
+        def write(request: Request) -> None:
+            target.copy_(_outputs(request)[0][begin : begin + target.numel()].view_as(target))
+
+        reduce, targets = one.reduce, [target]
+        return self._submit(operation, Kind.ALLREDUCE, [whole], reduce=reduce, wait=False, last=write, targets=targets)
 
     # Moving.
 
@@ -471,7 +482,7 @@ class HoraProcessGroup(_BASE):
         request = self._submit("broadcast", Kind.BROADCAST, views, views, root=root, grouped=many, wait=_waits(opts))
         if not many:
             self._remember(key, request, tensors[0])
-        return self._work([(request, None)], tensors, opts)
+        return self._work([request], tensors, opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         return self._allgather_lists("all_gather", outputs, inputs, opts)
@@ -488,16 +499,16 @@ class HoraProcessGroup(_BASE):
     ) -> Work:
         wait = _waits(opts) and len(inputs) == 1
 
-        def step(tensor: Tensor, targets: Sequence[Tensor]) -> _Step:
-            request = self._submit(operation, Kind.ALLGATHER, [moved(tensor).reshape(-1)], wait=wait)
-            return self._deal_out(operation, request, targets)
+        def submit(tensor: Tensor, targets: Sequence[Tensor]) -> Request:
+            row, last = [moved(tensor).reshape(-1)], self._deal_out(operation, targets)
+            return self._submit(operation, Kind.ALLGATHER, row, wait=wait, last=last, targets=targets)
 
-        return self._work([step(*both) for both in zip(inputs, outputs, strict=True)], outputs, opts)
+        return self._work([submit(*both) for both in zip(inputs, outputs, strict=True)], outputs, opts)
 
-    def _deal_out(self, operation: str, request: Request, targets: Sequence[Tensor]) -> _Step:
-        """Return a step that copies the gathered data of all members to the caller's tensors."""
+    def _deal_out(self, operation: str, targets: Sequence[Tensor]) -> _Last:
+        """Return a last step that copies the gathered data of all members to the caller's tensors."""
 
-        def finish() -> None:
+        def write(request: Request) -> None:
             whole, *received = _outputs(request)
             sent = received[0].tolist() if received else request.answer
             views = [moved(target.detach()) for target in targets]
@@ -510,7 +521,7 @@ class HoraProcessGroup(_BASE):
             for view, part in zip(views, whole.split(sizes), strict=True):
                 view.copy_(part.view_as(view))
 
-        return request, finish
+        return write
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather tensors of one size into one tensor."""
@@ -533,7 +544,7 @@ class HoraProcessGroup(_BASE):
         request = self._submit(operation, Kind.ALLGATHER, rows, targets, grouped=many, wait=_waits(opts))
         if key is not None:
             self._remember(key, request, inputs[0])
-        return self._work([(request, None)], outputs, opts)
+        return self._work([request], outputs, opts)
 
     def _check_sizes(self, operation: str, whole: tuple[str, Tensor], part: tuple[str, Tensor]) -> None:
         """Check the tensor of all members' parts against one part; both have their names in messages."""
@@ -549,11 +560,12 @@ class HoraProcessGroup(_BASE):
         (tensor,) = inputs
         row = moved(tensor).reshape(-1)
         splits = [row.numel() if member == opts.rootRank else 0 for member in range(self._size)]
-        request = self._submit("gather", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
-
-        at_root = opts.rootRank == self._rank
-        step = self._deal_out("gather", request, outputs[0]) if at_root else (request, None)
-        return self._work([step], outputs, opts)
+        targets = outputs[0] if opts.rootRank == self._rank else ()
+        last = self._deal_out("gather", targets) if targets else None
+        request = self._submit(
+            "gather", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts), last=last, targets=targets
+        )
+        return self._work([request], outputs, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         (output,) = outputs
@@ -562,9 +574,12 @@ class HoraProcessGroup(_BASE):
             row, splits = torch.cat(parts), [part.numel() for part in parts]
         else:
             row, splits = moved(output).new_empty(0), [0] * self._size
-        request = self._submit("scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts))
         from_all = [output if member == opts.rootRank else row.new_empty(0) for member in range(self._size)]
-        return self._work([self._deal_out("scatter", request, from_all)], outputs, opts)
+        last = self._deal_out("scatter", from_all)
+        request = self._submit(
+            "scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts), last=last, targets=[output]
+        )
+        return self._work([request], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
@@ -576,20 +591,30 @@ class HoraProcessGroup(_BASE):
         row, target = moved(input), moved(output)
         send = self._elements("input", row, input_splits)
         receive = self._elements("output", target, output_splits)
-        request = self._submit("all_to_all_single", Kind.ALLTOALL, [row.reshape(-1)], splits=send, wait=_waits(opts))
+        rows, wait, last = [row.reshape(-1)], _waits(opts), self._receive_rows(receive)
+        request = self._submit(
+            "all_to_all_single", Kind.ALLTOALL, rows, splits=send, wait=wait, last=last, targets=[output]
+        )
         if send == receive:
-            self._remember(key, request, input)
+            self._remember(key, request, input, last=last)
+        return self._work([request], [output], opts)
 
-        def finish() -> None:
-            whole, sent = _outputs(request)
-            if sent.tolist() != receive:
+    def _receive_rows(self, receive: Sequence[int]) -> _Last:
+        """Return the last step of an alltoall that is to receive so many elements from each member."""
+
+        def write(request: Request) -> None:
+            whole, *counts = _outputs(request)  # without counts if the call was repeated by all members alike
+            if counts and counts[0].tolist() != receive:
                 raise ValueError(
-                    f"all_to_all_single on rank {self._own_rank}: the others sent {sent.tolist()} elements, "
+                    f"all_to_all_single on rank {self._own_rank}: the others sent {counts[0].tolist()} elements, "
                     f"but output_split_sizes make it {receive}"
                 )
-            target.detach().copy_(whole.view_as(target))
+            (target,) = request.targets
+            if whole.data_ptr() != target.data_ptr():
+                rows = moved(target.detach())
+                rows.copy_(whole.view_as(rows))
 
-        return self._work([(request, finish)], [output], opts)
+        return write
 
     def _elements(self, what: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         """Return the number of elements for each member, from rows."""
@@ -611,10 +636,17 @@ class HoraProcessGroup(_BASE):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         parts = [moved(tensor).reshape(-1) for tensor in inputs]
+        splits, last = [part.numel() for part in parts], self._deal_out("all_to_all", outputs)
         request = self._submit(
-            "all_to_all", Kind.ALLTOALL, [torch.cat(parts)], splits=[part.numel() for part in parts], wait=_waits(opts)
+            "all_to_all",
+            Kind.ALLTOALL,
+            [torch.cat(parts)],
+            splits=splits,
+            wait=_waits(opts),
+            last=last,
+            targets=outputs,
         )
-        return self._work([self._deal_out("all_to_all", request, outputs)], outputs, opts)
+        return self._work([request], outputs, opts)
 
     # Messages.
 
@@ -649,10 +681,12 @@ class HoraProcessGroup(_BASE):
         (tensor,) = tensors
         target = moved(tensor if _is_plain(tensor) else tensor.detach())
         direct = target.is_cpu and target.is_contiguous() and not target.is_neg()
-        data = target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        data = (
+            target if direct else torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=target.is_cuda)
+        )
         peer = sources[0] if len(sources) == 1 else ANY_SOURCE
-        finals = [] if direct else [lambda: target.copy_(data)]
-        return self._post(self._messages.receive, data, peer, tag, sources, tensors, finals)
+        last = None if direct else _copy_to(target, data)
+        return self._post(self._messages.receive, data, peer, tag, sources, tensors, last)
 
     def _post(
         self,
@@ -662,15 +696,16 @@ class HoraProcessGroup(_BASE):
         tag: int,
         sources: Sequence[int],
         tensors: Sequence[Tensor],
-        finals: Sequence[Callable[[], object]] = (),
+        last: Callable[[Message], object] | None = None,
     ) -> Work:
         self._check_here()
         memory = data.data_ptr(), data.nbytes
         message = Message(peer, self._queue.process_set_id, tag, memory, DTYPE_CODES[data.dtype], data, sources)
+        message.last, message.targets = last, tensors
         post(message)
         if not message.done:
             self._messages.go_on()  # in the background, while no thread waits for a message
-        return Work(tensors, [message], finals, self, self._limit_s)
+        return Work(tensors, [message], self, self._limit_s)
 
     def _check_peer(self, what: str, member: int) -> None:
         if not 0 <= member < self._size or member == self._rank:
@@ -741,7 +776,7 @@ class HoraProcessGroup(_BASE):
         self._check_here()
         request = self._submit_barrier("barrier", wait=_waits(opts))
         self._remember("barrier", request)
-        return self._work([(request, None)], [], opts)
+        return self._work([request], [], opts)
 
     def _submit_barrier(self, operation: str, *, wait: bool) -> Request:
         request = Request(Signature(int(Kind.BARRIER), self._label(operation), None))
@@ -760,6 +795,22 @@ _SUM_OF_TORCH, _PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_
 _BARRIER_TAG = -(2**31)  # tag of monitored_barrier's messages, which users cannot use
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _SCATTERED = (0, 1)  # the operators of the engine's reducescatter
+
+
+def _copy_to(target: Tensor, data: Tensor) -> Callable[[Message], object]:
+    """Return the last step of a message that arrives in another tensor: a GPU's data is copied on the caller's stream,
+    without waiting for the GPU.
+    """
+    if not target.is_cuda:
+        return lambda message: target.copy_(data)
+    stream = torch.cuda.current_stream(target.device)
+
+    def write(message: Message) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(data, non_blocking=True)
+            message.device_event = stream.record_event()
+
+    return write
 
 
 def _is_plain(tensor: Tensor) -> bool:
