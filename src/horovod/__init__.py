@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hora.foreign_horovod import warn_if_foreign_horovod as _warn_if_foreign_horovod
 from hora.version import HOROVOD_BASELINE
-from hora.version import warn_if_foreign_horovod as _warn_if_foreign_horovod
 from horovod._modules import install as _serve_old_modules
 
 __all__ = ["run"]

@@ -199,7 +199,7 @@ def test_an_optimizer_has_the_private_method_that_programs_look_for():
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
-    from hora.version import foreign_conflict, warn_if_foreign_horovod
+    from hora.foreign_horovod import foreign_conflict, warn_if_foreign_horovod
 
     assert foreign_conflict() is None
     with warnings.catch_warnings():
@@ -213,15 +213,15 @@ def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
 
 
 def test_a_foreign_horovod_that_has_overwritten_ours_is_named(tmp_path, monkeypatch):
-    from hora import version
+    from hora import foreign_horovod
 
     (tmp_path / "horovod-0.28.1.dist-info").mkdir()
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = '0.28.1'")
     monkeypatch.syspath_prepend(str(tmp_path))
     theirs = importlib.machinery.ModuleSpec("horovod", None, origin=str(tmp_path / "horovod" / "__init__.py"))
-    monkeypatch.setattr(version.importlib.util, "find_spec", lambda name: theirs)
-    assert f"In use now: horovod 0.28.1's {tmp_path}" in version.foreign_message()
+    monkeypatch.setattr(foreign_horovod.importlib.util, "find_spec", lambda name: theirs)
+    assert f"In use now: horovod 0.28.1's {tmp_path}" in foreign_horovod.foreign_message()
 
 
 def test_version_mismatch_error():

@@ -12,7 +12,7 @@ import torch
 
 from hora.cli import doctor
 from hora.engine import process
-from hora.version import advisories
+from hora.requirements import advisories
 
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "security.md").read_text().partition("| attack | tests")[2]

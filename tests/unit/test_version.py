@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hora.version import FLOORS, missing_extra, require, require_gil, too_old
+from hora.requirements import FLOORS, missing_extra, require, require_gil, too_old
 
 ROOT = Path(__file__).parents[2]
 

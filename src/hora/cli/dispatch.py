@@ -2,7 +2,7 @@
 
 This module only dispatches, so `hora --help` needs neither torch nor pyspark. To add a subcommand, or a lab of `hora
 demo`, add a line to its table: its function takes the remaining arguments and returns an exit status (None is 0) or
-raises an error that `status_of` knows.
+raises an error that `exit_status_of` knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hora.cli.run import check_build, status_of
+from hora.cli.exit_status import exit_status_of
+from hora.cli.run import check_build
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = f"hora {arguments[0]}" if arguments and arguments[0] in COMMANDS else "hora"
-    return status_of(prog, lambda: _dispatch(arguments))
+    return exit_status_of(prog, lambda: _dispatch(arguments))
 
 
 def _dispatch(arguments: list[str]) -> int | None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hora.foreign_horovod import foreign_conflict
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.ha.leadership import open_store
 from hora.launch.ha.store import StoreError
@@ -39,7 +40,7 @@ from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.legacy.check_build import probe_build
 from hora.memory import available_bytes
 from hora.net import sockets
-from hora.version import FLOORS, advisories, foreign_conflict, too_old
+from hora.requirements import FLOORS, advisories, too_old
 
 _MARK = "== hora doctor =="  # a login shell may print something first
 _CONNECT_LIMIT_S = 5.0

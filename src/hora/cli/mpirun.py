@@ -322,8 +322,8 @@ def _counts(name: str, what: str) -> Callable[..., None]:
     return lambda parsed, text: setattr(parsed, name, _number(text, what))
 
 
-# Names of an option, the number of its values, and its meaning. The number must be known for every option, because the
-# first other word is the program. A text names the attribute that has the value, or True. None: left out, and named.
+# (names, number of values, action). Values must be counted even for ignored options, because the first other word is
+# the program. Action: a callable; a str, the attribute to set; None, left out and reported.
 _TABLE: tuple[tuple[str, int, Callable[..., None] | str | None], ...] = (
     ("np n c", 1, _counts("num_proc", "-np")),
     ("H host hosts", 1, _hosts),

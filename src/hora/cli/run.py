@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hora.errors import JobFailedError
+from hora.cli.exit_status import exit_status_of
+from hora.foreign_horovod import foreign_message
 from hora.launch.options import Options, all_options, build_parser, parse
 from hora.launch.processes import variables
-from hora.version import foreign_message, horovod_version, version
+from hora.version import horovod_version, version
 
 if TYPE_CHECKING:
     from hora.launch.job import Job
@@ -127,7 +126,7 @@ def on_workers(job: Job) -> Job:
 def horovodrun() -> int:
     """Run the console script. A failed job has status 1, regardless of the rank's own status."""
     parser = make_parser("horovodrun")
-    return status_of("horovodrun", lambda: _run(parse(parser, sys.argv[1:], variables())[1]), failed=1)
+    return exit_status_of("horovodrun", lambda: _run(parse(parser, sys.argv[1:], variables())[1]), failed=1)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -165,29 +164,6 @@ def set_up_log(options: Options) -> None:
     if options.log_level is not None:
         level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
         logging.getLogger("hora").setLevel(level)
-
-
-def status_of(prog: str, command: Callable[[], int | None], *, failed: int | None = None) -> int:
-    """Call a command and return its exit status, with errors on stderr. `failed`: the status of a failed job, if fixed.
-
-    2: an invalid request; 1: it could not be met.
-    """
-    try:
-        return command() or 0
-    except ValueError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except JobFailedError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return failed or error.exit_code or 1
-    except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # a job has already been ended
-        return 130
 
 
 def check_build() -> str:

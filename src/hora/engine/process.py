@@ -22,9 +22,9 @@ from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.memory import keep_freed_memory
 from hora.net.client import ControlClient
+from hora.requirements import advisories
 from hora.telemetry.meters import meter, meter_data_loaders
 from hora.telemetry.reporter import Reporter
-from hora.version import advisories
 from hora.world import PLAN_KEY, World
 
 log = logging.getLogger("hora")

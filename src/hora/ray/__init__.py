@@ -1,6 +1,6 @@
 """`horovod.ray`: executors that run functions on the actors of a Ray cluster."""
 
-from hora.version import require
+from hora.requirements import require
 
 try:
     import ray

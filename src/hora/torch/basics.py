@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
+from hora.requirements import require, require_gil
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
 from hora.torch.untraced import leave_untraced
-from hora.version import require, require_gil
 from hora.world import World
 
 __all__ = [

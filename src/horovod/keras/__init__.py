@@ -2,7 +2,7 @@
 
 import functools
 
-from hora.version import missing_extra as _missing_extra
+from hora.requirements import missing_extra as _missing_extra
 
 try:
     import keras

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hora.version import missing_extra as _missing_extra
+from hora.requirements import missing_extra as _missing_extra
 
 try:
     from tensorflow import executing_eagerly as _executing_eagerly

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hora.config import trusts_files
+from hora.requirements import require
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.packing import TrainingResult, pack_model, unpack_model
 from hora.spark.estimator.params import check_torch_values
@@ -22,7 +23,6 @@ from hora.spark.estimator.training import losses_of
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of
 from hora.spark.lightning.training import train
-from hora.version import require
 
 _HYPERPARAMETERS = (
     "hparams_name",

@@ -20,7 +20,6 @@ from hora.config import EngineConfig
 from hora.engine.rendezvous import close_store, world_of_store
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.untraced import leave_untraced
-from hora.version import require
 from hora.world import World
 
 

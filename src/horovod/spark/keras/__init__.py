@@ -1,6 +1,6 @@
 """The estimator for Keras models. Re-exports only."""
 
-from hora.version import missing_extra as _missing_extra
+from hora.requirements import missing_extra as _missing_extra
 
 try:
     from hora.spark.keras.estimator import KerasEstimator

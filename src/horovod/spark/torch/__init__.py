@@ -1,6 +1,6 @@
 """The estimator for torch models. Re-exports only."""
 
-from hora.version import missing_extra as _missing_extra
+from hora.requirements import missing_extra as _missing_extra
 
 try:
     from hora.spark.estimator.torch_estimator import TorchEstimator

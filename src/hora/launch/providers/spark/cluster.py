@@ -20,7 +20,7 @@ from typing import Any
 from hora.config import accept_risk
 from hora.launch.processes import variables
 from hora.net.sockets import is_own
-from hora.version import require
+from hora.requirements import require
 
 _POLL_S = 0.1
 # Spark itself waits this long for executors of a new application to register.
