@@ -178,8 +178,7 @@ class ReductionSchedule(ProgressEngine):
 
     def come_back(self) -> None:
         """Resume after all members have left. No member may start an item before all have returned."""
-        # Python may collect an optimizer, and close its schedule, at any moment, also in this method, and on some ranks
-        # alone.
+        # The garbage collector may close this schedule at any time, on any subset of ranks, even during this method.
         counters = self._left
         if self._closed:
             return

@@ -186,8 +186,7 @@ def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = No
 
 
 def visible_gpus(own: Sequence[str], on_host: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Select the GPUs that a rank shall see, of those that a cluster manager gave to the ranks of its host, in the
-    order of local ranks: all of them, each rank's first one first, then the rest.
+    """Return the GPUs visible to a rank: the first GPU of every local rank, in rank order, then all others of the host.
 
     `torch.cuda.set_device(hvd.local_rank())` then picks a GPU that was given to this very rank. Where ranks share a GPU
     (fractional amounts) no such order exists, because CUDA refuses a device named twice: a rank sees its own only.

@@ -138,7 +138,7 @@ def _leave(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--fork-server"]:
-        # Under this module's name, because forked workers keep it: `ps` shall show what they are.
+        # Forked workers inherit the command line, so run under this module's name: `ps` shows them as workers.
         modules, sys.argv[1:] = sys.argv[2:], []  # they are no arguments of the user's function
         serve("hora-forks", modules, become)
     else:

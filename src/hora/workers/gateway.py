@@ -71,7 +71,7 @@ class Gateway:
         """Let `find` discover this session. OSError (EADDRINUSE) if this user has one for this folder already."""
         label = name_of(folder, whose)
         found = json.dumps([self.name, self.key]).encode()
-        held = HeldSecret(found, label=label)  # first: who finds the socket shall find the key
+        held = HeldSecret(found, label=label)  # first: a client that finds the socket also finds the key
         try:
             self._server.listen(label)
         except OSError as error:

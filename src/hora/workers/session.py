@@ -29,7 +29,7 @@ from hora.world import World
 _MASTER_IP = "127.0.0.1"
 _STOP_SLACK_S = 10.0
 _CHECK_S = 1.0  # how often a wait asks whether its caller still waits
-# The place of this process in a job of its own is not the workers'.
+# Variables that describe this process's own job; workers must not inherit them.
 _NOT_INHERITED = (
     *World().to_env(),
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",

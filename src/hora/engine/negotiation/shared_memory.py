@@ -289,8 +289,8 @@ class SharedMemoryNegotiation(Negotiation):
             self._memory[at : at + len(data)] = data
         self._head += len(data)
         self._heads[self._member].store(self._head)
-        # Their hope will not come true. Nudge each time: members that have seen a round that this one has not seen yet
-        # may have fallen asleep since its last announcement.
+        # Members that wait in a repeated call must now take the ordinary path, so wake them. Nudge on every write: one
+        # that has seen a later round may have gone back to sleep since.
         self._native.nudge(self._group_at)
         if self._member != 0:  # `wake` wakes the coordinator's own driver if necessary
             self._ring()

@@ -33,7 +33,7 @@ SLICE_NS = int(SLICE_S * 1e9)
 # No wait for a member of a set takes longer. Members have agreed before they wait for one another, so a wait is short
 # unless a member is stopped, which the stall report names. The liveness check notices a dead member at once.
 COLLECTIVE_LIMIT_S = 24 * 3600.0
-# No member waits for a counter with this value; its low half, which a sleeper watches, is no other number's.
+# No member waits for a counter with this value. Its low 32 bits are unique: sleepers compare only those.
 OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT in native.c
 _ONE_HAS_JOINED = 2  # results of hora_wait in native.c

@@ -51,7 +51,10 @@ def parts_array(parts: Sequence[Part]) -> ctypes.Array[ctypes.c_int64]:
 def equal_parts(
     kind: Kind, root: int, member: int, num_members: int, num_bytes: int, begin: int = 0
 ) -> tuple[list[Part], list[Part]]:
-    """Return what a member sends and receives if all parts have `num_bytes`; `begin`: those that each member gets."""
+    """Return what a member sends and receives if all parts have `num_bytes`.
+
+    `begin`: the offset of the part that every member receives.
+    """
     each, whole = [(peer * num_bytes, num_bytes) for peer in range(num_members)], (begin, num_bytes)
     if kind is Kind.ALLTOALL:
         return each, each

@@ -520,7 +520,7 @@ class _Controller(Observation):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address, port = probe.getsockname()
-        # On another host a port below the ephemeral range, which nobody has looked at.
+        # A port of another host cannot be probed from here: take one below the ephemeral range, chosen by the job's id.
         self._master = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _end_all(self, why: str = "") -> None:

@@ -27,9 +27,8 @@ from hora.launch.slots import Slot, place_ranks
 
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
-# What takes a rank long to import, and the words by which a pickled function shows that it will: torch, what imports
-# much of Hora, and what torch imports when an optimizer is made, which takes as long as torch. Not pyarrow: it starts a
-# thread.
+# Modules that are slow to import, each with the byte strings that reveal it in a pickled function. The fork server
+# imports them before it forks ranks. pyarrow is not listed because importing it starts a thread.
 _LOADED_IN_ADVANCE = {
     "torch": (b"torch",),
     "horovod.torch": (b"horovod.torch",),
@@ -358,23 +357,21 @@ class FixedSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer
-    is ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
-    `lost_s`: how long one whose connection broke may take to come back (a process that ends is noticed at once).
-    `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait
-    for enough workers, and for one of which nothing was ever heard (of a command: while another is ready; it may load
-    its data first).
-    """
+    """Limits of an elastic job: numbers of workers, and how long each wait may take."""
 
-    num_proc: int
-    min_num_proc: int
-    max_num_proc: int | None = None
-    reset_limit: int | None = None
+    num_proc: int  # workers to start with
+    min_num_proc: int  # with fewer the job waits, and then ends
+    max_num_proc: int | None = None  # None: as many as there are slots
+    reset_limit: int | None = None  # changes of membership; None: any number
+    # The time for enough workers to come, and for a new worker to connect. A command may load its data before it
+    # connects, so its time begins when another worker is ready.
     elastic_timeout_s: float = 600.0
+    # A worker that trains alone is ended after this long if another one waits for it; so is a silent worker when a
+    # newcomer is ready, or when another worker has finished or died.
     stuck_s: float = 300.0
-    silent_s: float = 10.0
-    lost_s: float = 30.0
-    stall_shutdown_s: float | None = None
+    silent_s: float = 10.0  # a silent worker is ended after this long while another one waits for it
+    lost_s: float = 30.0  # a worker whose connection broke may take this long to reconnect
+    stall_shutdown_s: float | None = None  # a silent worker is ended after this long in any case; None: never
 
     def worker_env(self) -> dict[str, str]:
         """Return the limits as variables for the workers, which must not time out before the launcher."""

@@ -183,7 +183,7 @@ class LeaseStore:
     def _ask(self, method: str, kind: tuple[str, str, str], content: Mapping[str, Any] | None) -> dict[str, Any]:
         path = f"{kind[1]}/namespaces/{self.namespace}/{kind[2]}/{self.name}"
         try:
-            # The kubelet writes another token into the file before this one ends.
+            # The kubelet rotates the token file before the token expires, so read it each time.
             token = (self.account / "token").read_text(encoding="ascii").strip()
             headers = {"Authorization": f"Bearer {token}"}
             status, answer = exchange(self.members[0], method, path, content, headers, self.tls, ttl_s=self.ttl_s)

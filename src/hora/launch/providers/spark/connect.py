@@ -201,7 +201,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
     if wanted.watching is not None:
         _log.warning("there is no live page through Spark Connect")
     function, artifact = _call(session, wanted.function)
-    # The lines come with their prefixes; those that the job shows in any case come without its console, too.
+    # Executors have already prefixed the lines. Lines that are always shown arrive even if the job's console is off.
     writer = OutputWriter(replace(wanted.output, prefix=False, console=True), {})
     with LiveLog(server_host(session), functools.partial(writer.feed, 0)) as log:
         # A plan takes the description of the job, but no streams.
@@ -209,7 +209,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         tasks = ConnectTasks(
             wanted=replace(wanted, function=function, output=output, watching=None),
             artifact=artifact,
-            # Where the server runs in this process, its executor's log is this terminal, which has its say already.
+            # A local server's executors write to this terminal directly, so their output needs no forwarding.
             keep_output=not is_local(session),
             log=log.invitation,
         )

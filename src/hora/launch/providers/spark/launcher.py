@@ -77,5 +77,5 @@ class SparkLauncher(HostLauncher):
         visible = visible_gpus(own.gpus, [task.gpus for task in self._tasks or [own] if task.host == own.host])
         if visible and self._job.bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        # No program: the Python of the task.
+        # An empty program means the task's own Python.
         return replace(spec, env=env, argv=(self._job.python or "", *spec.argv[1:]))

@@ -166,7 +166,7 @@ class _Bridge:
                     self._report(message)
         except (OSError, ValueError):
             pass
-        self._session.shutdown()  # the agent is gone, and so is what the driver may expect of this task
+        self._session.shutdown()  # the agent is gone: the driver must not wait for this task any more
 
     def _report(self, message: Message) -> None:
         match message:

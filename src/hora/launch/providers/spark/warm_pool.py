@@ -111,7 +111,7 @@ class _WarmAgent:
         try:
             self.wait(0)
         except subprocess.TimeoutExpired:
-            if self._pid:  # otherwise it is still to be forked, and ends by the end of its link
+            if self._pid:  # not forked yet: closing the link ends it
                 send_signal(self._pid, signal.SIGKILL)
 
 
