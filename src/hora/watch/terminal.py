@@ -122,7 +122,7 @@ def _numbers(now: Mapping[str, Any]) -> Text:
 
 
 def _drift(one: Mapping[str, Any]) -> Panel:
-    return Panel(Text(_plain(one["text"]), style="bold"), border_style="red", title="drift", title_align="left")
+    return Panel(Text(one["text"], style="bold"), border_style="red", title="drift", title_align="left")
 
 
 def _straggler(one: Mapping[str, Any]) -> Panel:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hora import engine
 from hora.config import EngineConfig
 from hora.engine.rendezvous import close_store, world_of_store
+from hora.requirements import require
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.untraced import leave_untraced
 from hora.world import World
