@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import signal
@@ -12,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_calls import CALLS, FUNCTIONAL, assert_written, written
+from group_calls import CALLS, FUNCTIONAL, assert_written, data, total, written
 from hvd_session import needs_torch_2_7
 from test_process_group import in_group
 from test_process_group_faults import start
@@ -206,6 +207,79 @@ def test_a_death_ends_every_wait_and_names_the_rank(place, repeats):
     dist.destroy_process_group()
 
 
+def forms(group, rank, size):
+    """Yield calls of the group's methods with each of torch's signatures, their outputs and what they should become."""
+    limit, largest, members = timedelta(seconds=30), dist.ReduceOp.MAX, list(range(size))
+    everything, top = [data(member, 3) for member in members], data(size - 1, 3)
+
+    def parts():
+        return [torch.zeros(3) for _ in members]
+
+    def mine():
+        return data(rank, 3)
+
+    for arguments, named in [
+        ((largest,), {}),
+        ((), {"op": largest}),
+        ((largest, limit), {}),
+        ((largest,), {"timeout": limit}),
+    ]:
+        for listed in (False, True):
+            out = mine()
+            yield group.allreduce([out] if listed else out, *arguments, **named), [out], [top]
+    out = mine()
+    yield group.allreduce(tensor=out), [out], [total(members, 3)]
+    for arguments, named in [((size - 1,), {}), ((), {"root": size - 1}), ((size - 1, limit), {})]:
+        out = mine()
+        yield group.broadcast(out, *arguments, **named), [out], [top]
+    out = mine()
+    yield group.broadcast([out]), [out], [data(0, 3)]
+    for named in ({}, {"timeout": limit}):
+        out = parts()
+        yield group.allgather(out, mine(), **named), out, everything
+        out = mine()
+        yield group.reduce(out, 0, largest, **named), [out], [top if rank == 0 else mine()]
+        out = parts() if rank == 0 else []
+        yield group.gather(out, mine(), 0, **named), out, everything if rank == 0 else []
+        out = torch.zeros(3)
+        yield group.scatter(out, everything if rank == 0 else [], root=0, **named), [out], [mine()]
+        out = torch.zeros(3)
+        yield group.reduce_scatter(out, [mine() + member for member in members], largest, **named), [out], [top + rank]
+        out = parts()
+        yield group.alltoall(out, [mine()] * size, **named), out, everything
+        out = torch.zeros(size * 3)
+        yield group.all_to_all_single(out, mine().repeat(size), [], [], **named), [out], [torch.cat(everything)]
+        yield group.barrier(**named), [], []
+    yield group.barrier(limit), [], []
+    out = torch.zeros(3)
+    yield group.reduce_scatter_single(outputTensor=out, inputTensor=mine().repeat(size)), [out], [total(members, 3)]
+    out = torch.zeros(size * 3)
+    yield group.all_gather_single(output=out, input=mine()), [out], [torch.cat(everything)]
+
+
+@in_group
+def test_methods_have_the_signatures_of_torch(rank, size):
+    group = dist.group.WORLD
+    for number, (work, outputs, expected) in enumerate(forms(group, rank, size)):
+        assert work.wait(), number
+        assert_written(f"form {number}", outputs, expected)
+    tensor = torch.ones(2)
+    for wrong in ((), ("text",), (tensor, 1.5), ([tensor], limit := timedelta(seconds=1), limit, limit)):
+        with pytest.raises(TypeError, match=r"allreduce takes \(tensors, opts\) or .*, but it was called with \("):
+            group.allreduce(*wrong)
+    with pytest.raises(TypeError, match=r"broadcast takes .* \(tensor, root, timeout\), but .* \(Tensor, where=int\)"):
+        group.broadcast(tensor, where=1)
+
+
+@in_group
+def test_properties_that_torch_reads_of_a_backend(rank, size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert (backend.options.backend, backend.options._timeout) == ("hora", timedelta(seconds=60))
+    assert copy.deepcopy(backend.options).global_ranks_in_group == list(range(size))
+    assert not backend.supports_tensor_alloc(torch.device("cpu"))
+    assert backend.get_error().name == "SUCCESS"
+
+
 # DistributedDataParallel waits in C++ for the futures of its buckets.
 
 
@@ -242,6 +316,7 @@ def test_ddp_raises_when_a_rank_dies(place, hook):
         backward(trained)
     with pytest.raises(RuntimeError, match="rank 1"):
         dist.all_reduce(torch.ones(1))
+    assert dist.group.WORLD.get_error().name == "COMM_ERROR"
     dist.destroy_process_group()
 
 
@@ -271,6 +346,7 @@ def test_ddp_raises_at_the_timeout_and_names_the_missing_rank_and_its_line(place
     if place.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?s)until the timeout.* for rank\(s\) \[1\].*rank_pool.py:\d+"):
             backward(trained)
+        assert dist.group.WORLD.get_error().name == "TIMEOUT"
     place.gather("rank 0 has waited")
     with contextlib.suppress(HorovodInternalError):
         dist.destroy_process_group()

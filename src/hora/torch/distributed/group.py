@@ -19,6 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from torch.autograd.graph import increment_version
 
 from hora.engine import Runtime
@@ -27,6 +39,7 @@ from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, CollectiveCall, Kind, Reduce, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
+from hora.torch.distributed.signatures import Options, arrange
 from hora.torch.distributed.work import DONE, Work
 
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
@@ -103,10 +116,27 @@ class HoraProcessGroup(_BASE):
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
+    _has_timed_out = False
     supports_splitting = True
-    options = None  # of `split_group`
     supports_coalescing = False
     supports_time_estimate = False
+
+    @property
+    def options(self) -> Options:
+        """The group's options, as torch reads a backend's."""
+        found = Options(self.getBackendName(), self._timeout)
+        found.global_ranks_in_group = list(self._ranks)
+        return found
+
+    def get_error(self) -> Any:
+        """Return why the group cannot be used any more, as torch's `ErrorType`."""
+        if self._runtime.status.broken:
+            return c10d.ErrorType.COMM_ERROR
+        return c10d.ErrorType.TIMEOUT if self._has_timed_out else c10d.ErrorType.SUCCESS
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether torch may ask for memory here: it may not."""
+        return False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -216,6 +246,7 @@ class HoraProcessGroup(_BASE):
             f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for rank(s) "
             f"{list(absent)}: {_listed(absent) or 'all ranks are in it'}. This process group cannot be used any more"
         )
+        self._has_timed_out = True
         self._queue.give_up(text)
 
     def go_on_now(self) -> None:
@@ -322,17 +353,22 @@ class HoraProcessGroup(_BASE):
 
     # Reductions.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        if not isinstance(tensors, (list, tuple)):
-            tensors = [tensors]
-        if len(tensors) == 1 and opts is not None:
-            tensor = tensors[0]
-            key = "all_reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp)
-            return self._again(key, tensor, tensor, opts) or self._allreduce("all_reduce", tensors, opts, key)
-        return self._allreduce("all_reduce", tensors, opts)
+    def allreduce(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not AllreduceOptions:
+            given = (*arrange("allreduce", given, named),)
+        tensors, opts = given
+        return self._allreduce_one(tensors, opts) if len(tensors) == 1 else self._allreduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
+        if len(tensors) == 1:
+            return self._allreduce_one(tensors, opts)
         return self._allreduce("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce_one(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        key = "all_reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp)
+        return self._again(key, tensor, tensor, opts) or self._allreduce("all_reduce", tensors, opts, key)
 
     def _allreduce(self, operation: str, tensors: Sequence[Tensor], opts: Any, key: object = None) -> Work:
         if any(tensor.layout != torch.strided for tensor in tensors):
@@ -382,7 +418,10 @@ class HoraProcessGroup(_BASE):
         values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False, last=write, targets=[tensor])
         return self._work([indices, values], tensors, opts)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def reduce(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not ReduceOptions:
+            given = (*arrange("reduce", given, named),)
+        tensors, opts = given
         (tensor,) = tensors
         one = reduction_of(opts, tensor.dtype, "reduce")
         if one.folded or self._size == 1:
@@ -392,20 +431,25 @@ class HoraProcessGroup(_BASE):
         request = self._submit("reduce", Kind.ALLREDUCE, [view], result, reduce=one.reduce, wait=_waits(opts))
         return self._work([request], tensors, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
         """Reduce the input and keep this rank's part."""
-        key = work = None
-        if opts is not None:
-            key = "reduce_scatter", input.shape, output.shape, input.dtype, output.dtype, hash(opts.reduceOp)
-            work = self._again(key, input, output, opts, self._rank * output.nbytes)
-        return work or self._reduce_scatter("reduce_scatter_tensor", [output], [input], opts, key)
+        opts = ReduceScatterOptions() if opts is None else opts
+        whole, part = inputTensor, outputTensor
+        key = "reduce_scatter", whole.shape, part.shape, whole.dtype, part.dtype, hash(opts.reduceOp)
+        work = self._again(key, inputTensor, outputTensor, opts, self._rank * outputTensor.nbytes)
+        return work or self._reduce_scatter("reduce_scatter_tensor", [outputTensor], [inputTensor], opts, key)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        if len(outputTensors) == len(inputTensors) == 1:
+            return self.reduce_scatter_single(outputTensors[0], inputTensors[0], opts)
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputTensors, inputTensors, opts)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not ReduceScatterOptions:
+            given = (*arrange("reduce_scatter", given, named),)
+        outputs, inputs, opts = given
         requests = []
         for output, some in zip(outputs, inputs, strict=True):
             one = reduction_of(opts, output.dtype, "reduce_scatter")
@@ -471,8 +515,11 @@ class HoraProcessGroup(_BASE):
 
     # Moving.
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        root = self._ranks[0 if opts is None else opts.rootRank]
+    def broadcast(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not BroadcastOptions:
+            given = (*arrange("broadcast", given, named),)
+        tensors, opts = given
+        root = self._ranks[opts.rootRank]
         many = len(tensors) > 1
         key = "broadcast", tensors[0].shape, tensors[0].dtype, root
         work = None if many else self._again(key, tensors[0], tensors[0], opts)
@@ -484,15 +531,18 @@ class HoraProcessGroup(_BASE):
             self._remember(key, request, tensors[0])
         return self._work([request], tensors, opts)
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def allgather(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not AllgatherOptions:
+            given = (*arrange("allgather", given, named),)
+        outputs, inputs, opts = given
         return self._allgather_lists("all_gather", outputs, inputs, opts)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+        self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> Work:
         # A list of tensors for each member.
-        by_tensor = [[of_member[index] for of_member in outputs] for index in range(len(inputs))]
-        return self._allgather_lists("all_gather_coalesced", by_tensor, inputs, opts)
+        by_tensor = [[of_member[index] for of_member in output_lists] for index in range(len(input_list))]
+        return self._allgather_lists("all_gather_coalesced", by_tensor, input_list, opts)
 
     def _allgather_lists(
         self, operation: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -525,14 +575,17 @@ class HoraProcessGroup(_BASE):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather tensors of one size into one tensor."""
+        opts = AllgatherOptions() if opts is None else opts
         key = "all_gather", input.shape, output.shape, input.dtype, output.dtype
         work = self._again(key, input, output, opts, -self._rank * input.nbytes)
         return work or self._allgather_single("all_gather_into_tensor", [output], [input], opts, key)
 
     def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return self._allgather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+        if len(output_lists) == len(input_list) == 1:
+            return self.all_gather_single(output_lists[0], input_list[0], opts)
+        return self._allgather_single("all_gather_into_tensor_coalesced", output_lists, input_list, opts)
 
     def _allgather_single(
         self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, key: object = None
@@ -556,7 +609,10 @@ class HoraProcessGroup(_BASE):
                 f"{part_name} {one_part.numel()} of {one_part.dtype}"
             )
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def gather(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not GatherOptions:
+            given = (*arrange("gather", given, named),)
+        outputs, inputs, opts = given
         (tensor,) = inputs
         row = moved(tensor).reshape(-1)
         splits = [row.numel() if member == opts.rootRank else 0 for member in range(self._size)]
@@ -567,7 +623,10 @@ class HoraProcessGroup(_BASE):
         )
         return self._work([request], outputs, opts)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def scatter(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not ScatterOptions:
+            given = (*arrange("scatter", given, named),)
+        outputs, inputs, opts = given
         (output,) = outputs
         if opts.rootRank == self._rank:
             parts = [moved(tensor).reshape(-1) for tensor in inputs[0]]
@@ -581,9 +640,10 @@ class HoraProcessGroup(_BASE):
         )
         return self._work([request], outputs, opts)
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
-    ) -> Work:
+    def all_to_all_single(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not AllToAllOptions:
+            given = (*arrange("all_to_all_single", given, named),)
+        output, input, output_splits, input_splits, opts = given
         key = "all_to_all", input.shape, output.shape, input.dtype, output.dtype, (*output_splits,), (*input_splits,)
         work = self._again(key, input, output, opts)
         if work is not None:
@@ -634,7 +694,10 @@ class HoraProcessGroup(_BASE):
             )
         return [rows_of * per_row for rows_of in splits]
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not AllToAllOptions:
+            given = (*arrange("alltoall", given, named),)
+        outputs, inputs, opts = given
         parts = [moved(tensor).reshape(-1) for tensor in inputs]
         splits, last = [part.numel() for part in parts], self._deal_out("all_to_all", outputs)
         request = self._submit(
@@ -650,20 +713,20 @@ class HoraProcessGroup(_BASE):
 
     # Messages.
 
-    def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> Work:
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        self._check_peer("destination", destination)
-        if self._move_now(self._messages.send_now, tensor, destination, tag):
+        self._check_peer("destination", dstRank)
+        if self._move_now(self._messages.send_now, tensor, dstRank, tag):
             return DONE
         data = moved(tensor.detach()).cpu().resolve_neg().contiguous()
-        return self._post(self._messages.send, data, self._ranks[destination], tag, [], tensors)
+        return self._post(self._messages.send, data, self._ranks[dstRank], tag, [], tensors)
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
-        self._check_peer("source", source)
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
+        self._check_peer("source", srcRank)
         _tell_autograd(tensors[0])  # while the message is on its way
         done = Work(tensors)
-        arrived = self._move_now(self._messages.receive_now, tensors[0], source, tag)
-        return done if arrived else self._receive(tensors, [self._ranks[source]], tag)
+        arrived = self._move_now(self._messages.receive_now, tensors[0], srcRank, tag)
+        return done if arrived else self._receive(tensors, [self._ranks[srcRank]], tag)
 
     def _move_now(self, move: Callable[..., bool], tensor: Tensor, member: int, tag: int) -> bool:
         """Send or receive a message at once, if the ring has room for it or contains it."""
@@ -769,7 +832,10 @@ class HoraProcessGroup(_BASE):
         request = self._submit_barrier(operation, wait=True)
         self._finish_in_time(request)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, *given: Any, **named: Any) -> Work:
+        if named or not given or type(given[-1]) is not BarrierOptions:
+            given = (*arrange("barrier", given, named),)
+        (opts,) = given
         work = self._again("barrier", self._token, self._token, opts)
         if work is not None:
             return work
