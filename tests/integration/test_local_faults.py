@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
+import select
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from job_process import HOROVODRUN, JobProcess
+from job_process import HOROVODRUN, LIMIT_S, CommandProcess, JobProcess
 
 import horovod
 from hora.errors import JobFailedError
@@ -313,6 +317,69 @@ def test_the_guardian_or_the_agent_is_killed(tmp_path: Path, which: str):
     (guardian if which == "guardian" else agent).kill()
     assert job.wait() == 1
     assert BEGINNING in job.text()
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_stopped_agent_is_ended_with_its_ranks(tmp_path: Path, number: signal.Signals):
+    """A debugger or a cgroup's freezer has stopped it, so it obeys nobody: its guardian watches the launcher, too."""
+    job = stubborn_job(tmp_path)
+    job.agents()[1].suspend()
+    job.process.send_signal(number)
+    assert job.wait() == (128 + number if number != signal.SIGKILL else -number)
+    job.assert_nothing_left()
+
+
+def test_a_stopped_guardian_and_its_stopped_agent_are_ended(tmp_path: Path):
+    job = stubborn_job(tmp_path)
+    for process in job.agents():
+        process.suspend()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    job.wait_for_the_last(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "elastic", "merged"),
+    [
+        (signal.SIGINT, False, True),
+        (signal.SIGTERM, True, True),
+        pytest.param(signal.SIGTERM, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_launcher_whose_output_nobody_reads_obeys_signals(number: signal.Signals, elastic: bool, merged: bool):
+    """A pager, Ctrl-S, a log collector that stands still."""
+    options = ["--min-np", "2"] if elastic else []
+    line = ["horovodrun", "-np", "2", *options, "sh", "-c", "yes something long"]
+    prefix = ("sh", "-c", 'exec "$0" "$@"' + " 2>&1" * merged)
+    with CommandProcess(*line, prefix=prefix) as job:
+        assert job.process.stdout is not None
+        waiting = array.array("i", [0])
+
+        def is_full() -> bool:
+            fcntl.ioctl(job.process.stdout, termios.FIONREAD, waiting)
+            return waiting[0] >= 15 * select.PIPE_BUF
+
+        wait_until("the pipe is full", is_full)
+        job.process.send_signal(number)
+        assert job.process.wait(LIMIT_S) == 128 + number
+        job.wait_for_the_last(60)
+
+
+def test_a_rank_that_is_stopped_after_the_others_have_ended_is_named(tmp_path: Path):
+    program = (
+        "import os, signal, horovod.torch as hvd; hvd.init(); hvd.barrier();"
+        "hvd.rank() == 1 and (print('stops', os.getpid(), flush=True), os.kill(os.getpid(), signal.SIGSTOP))"
+    )
+    rank = [sys.executable, "-c", program]
+    job = JobProcess([*HOROVODRUN, "-np", "2", *rank], tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    job.wait_for_text("rank 1 has not answered for 1 s")
+    pid = int(next(line for line in job.text().splitlines() if ":stops" in line).split()[-1])
+    os.kill(pid, signal.SIGCONT)
+    assert job.wait() == 0, job.text()
+    assert job.text().count("has not answered") == 1
     job.assert_nothing_left()
 
 

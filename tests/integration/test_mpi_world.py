@@ -104,3 +104,47 @@ def test_a_killed_rank_ends_the_others_in_an_mpi_barrier(folder, tmp_path):
     job.assert_nothing_left()
     assert "sums 3 2.0 Open" in job.text()
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+DEAF = """
+import os, socket, time
+from pathlib import Path
+rank, deaf, seen = os.environ["HOROVOD_RANK"], Path("deaf"), Path("seen")
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.05)
+
+if rank == "0":
+    sock = socket.socket(fileno=int(os.environ["PMI_FD"]))
+    sock.sendall(b"cmd=put key=a value=" + b"v" * 1000 + b"\\n")
+    sock.settimeout(1)
+    sent, question = 0, b"cmd=get key=a\\n"
+    try:
+        while True:
+            sent += sock.send(question * 100)
+    except TimeoutError:
+        deaf.touch()
+    wait_for(seen)
+    sock.settimeout(60)
+    answers = sock.makefile("rb")
+    rest = -sent % len(question)
+    expected = 1 + sent // len(question)
+    lines = [answers.readline() for _ in range(expected)]
+    sock.sendall(question[len(question) - rest :])
+    lines += [answers.readline()] if rest else []
+    print("answers", lines[0], {line.split(b"=")[-1] for line in lines[1:]} == {b"v" * 1000 + b"\\n"}, flush=True)
+else:
+    wait_for(deaf)
+    print("the agent forwards output", flush=True)
+    seen.touch()
+"""
+
+
+def test_a_rank_that_reads_no_answers_of_its_mpi_world_holds_up_nobody(tmp_path):
+    """It gets all of them once it reads."""
+    job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, "-c", DEAF], tmp_path, HORA_MPI="1")
+    assert job.wait() == 0, job.text()
+    assert "[1]<stdout>:the agent forwards output" in job.text()
+    assert "[0]<stdout>:answers b'cmd=put_result rc=0 msg=success\\n' True" in job.text()
+    job.assert_nothing_left()

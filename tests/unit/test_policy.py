@@ -22,6 +22,7 @@ from hora.launch.controller.policy import (
     Worker,
     WorkerState,
     modules_to_preload,
+    silent_at_the_end,
 )
 
 PLACES = (("a", 0), ("a", 1), ("b", 0))
@@ -107,6 +108,14 @@ def test_a_process_that_lingers_after_the_last_result_does_not_delay_the_results
 
 def failure(worker: int, at: float, *, consequence: bool = False, blames: int | None = None) -> Failure:
     return Failure(worker=worker, at=at, code=1, consequence=consequence, blames=blames)
+
+
+def test_a_silent_worker_is_named_once_others_have_ended_and_not_before():
+    silent = but(STARTED, {1: {"silent_since": 10.0}})
+    assert silent_at_the_end(silent, 1000.0, 60.0) == []  # all wait for it: the ranks' own stall report names it
+    ended = but(silent, {0: {"state": WorkerState.SUCCEEDED, "since": 20.0}})
+    assert silent_at_the_end(ended, 79.0, 60.0) == []
+    assert silent_at_the_end(ended, 80.0, 60.0) == [1]
 
 
 def test_the_first_failure_ends_the_job_at_once():

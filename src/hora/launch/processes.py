@@ -13,16 +13,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import platform
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from hora.launch.limits import UNANSWERED_S
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+_LOOK_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -276,22 +282,48 @@ def remove_folder(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def guard(agent: int) -> int:
-    """Wait for the agent, then for all its orphans; return the agent's status."""
+def guard(agent: int, controller: int | None = None) -> int:
+    """Wait for the agent, then for all its orphans; return the agent's status.
+
+    `controller`: our parent, which the agent serves. Once that has gone or has sent SIGTERM, an agent that does not end
+    is killed: somebody may have stopped it. Without a controller on this machine only one that is stopped is killed,
+    because its ranks may take long to leave.
+    """
+    asked: list[int] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        send_signal(agent, signal.SIGTERM)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: send_signal(agent, signal.SIGTERM))
+        signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it ends a wait below, also if it comes before
     for descriptor in (0, 1):
         os.close(descriptor)
-    code = None
+    code, limit = None, math.inf
     while code is None:
-        pid, status = os.waitpid(-1, 0)
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == agent:
             code = exit_code(status)
+        elif not pid:
+            gone = controller is not None and os.getppid() != controller
+            overdue = gone or (bool(asked) and (controller is not None or is_stopped(agent)))
+            limit = min(limit, time.monotonic() + UNANSWERED_S) if overdue else math.inf
+            if time.monotonic() >= limit:
+                send_signal(agent, signal.SIGKILL)
+            signal.sigtimedwait([signal.SIGCHLD], _LOOK_S)
     with contextlib.suppress(ChildProcessError):
         while True:
             send_to_all(Processes().descendants(os.getpid()), signal.SIGKILL)
             os.waitpid(-1, 0)
     return code
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped this process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
 
 
 class Signals:

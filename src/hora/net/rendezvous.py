@@ -379,8 +379,10 @@ class Rendezvous(KeyValueStore):
             call.answer(error="refused", message=why)
             return
         super()._carry_out(call)
-        if call.peer.number >= 0:
-            self._heard[call.peer.number] = time.monotonic()
+        # A rank of a job of fixed size has its worker's key, although its connection does not speak for the worker.
+        worker = max(call.peer.number, call.peer.speaker)
+        if worker >= 0:
+            self._heard[worker] = time.monotonic()
 
     def closed(self, peer: Peer) -> None:
         self._next_worlds = {worker: call for worker, call in self._next_worlds.items() if call.peer is not peer}

@@ -3,7 +3,7 @@
 It obeys a controller through a link: a socket that is its standard input, for an agent on the controller's own machine
 (`LocalLink`, below), or an authenticated session (`session`). It runs as two processes:
 
-    guardian   ends the processes that the agent leaves behind if it is killed
+    guardian   kills an agent that does not end although it should, and what a killed one leaves behind
     agent      starts workers in their own sessions, forwards their output, ends them and their descendants
 
 Both are subreapers, so double-forked grandchildren stay visible. Workers die with the agent (PDEATHSIG), and the agent
@@ -534,14 +534,17 @@ def _private_file(data: str, held: contextlib.ExitStack) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def guarded() -> None:
-    """Fork: this process becomes the guardian and exits with the agent's status; the child, the agent, returns."""
+def guarded(controller: int | None = None) -> None:
+    """Fork: this process becomes the guardian and exits with the agent's status; the child, the agent, returns.
+
+    `controller`: our parent, if that is it.
+    """
     guardian = os.getpid()
     Agent.scratch = f"{variables().get('TMPDIR') or '/tmp'}/hora-{os.urandom(8).hex()}"
     adopt_orphans()
     pid = os.fork()
     if pid:
-        status = guard(pid)
+        status = guard(pid, controller)
         remove_folder(Agent.scratch)
         os._exit(status)
     if not die_with_parent(guardian, signal.SIGTERM):
@@ -552,7 +555,7 @@ def guarded() -> None:
 def serve_locally(*, execute: Execute = os.execvpe) -> int:
     """Run the agent of a controller on this machine: the parent process, connected to standard input."""
     controller_pid = os.getppid()
-    guarded()
+    guarded(controller_pid)
     link = LocalLink(controller_pid)
     agent = Agent(link, execute=execute)
     link.send(Join(0, "", 0, "", [], []))

@@ -20,6 +20,8 @@ _DONE = (0, -157)  # PMIX_SUCCESS, PMIX_OPERATION_SUCCEEDED
 _NAMESPACE = b"hora"
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _KEY_BYTES, _NAMESPACE_BYTES = 512, 256
+_MAX_KEY_CHARS, _MAX_VALUE_CHARS, _MAX_VALUES_PER_RANK = 64, 1024, 4096  # of PMI-1
+_READ_BYTES = 64 * 1024
 
 _Item = tuple[str, int, object]  # key, type, value
 
@@ -71,7 +73,7 @@ class MpiWorld:
         self.size = size
         self._name = f"hora-{os.urandom(8).hex()}"  # MPICH names its shared memory after it
         self._values: dict[str, str] = {}  # what ranks have put, for all ranks
-        self._in_barrier: list[socket.socket] = []
+        self._in_barrier: list[_Rank] = []
         self.ranks = selectors.EpollSelector()  # their sockets
         self._pmix: ctypes.CDLL | None = None
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -100,30 +102,38 @@ class MpiWorld:
     def connect(self, rank: int) -> tuple[dict[str, str], socket.socket]:
         """Return the variables by which MPICH in a rank finds its socket, and the end that it inherits."""
         ours, inherited = socket.socketpair()
-        self.ranks.register(ours, selectors.EVENT_READ, ours)
+        ours.setblocking(False)
+        self.ranks.register(ours, selectors.EVENT_READ, _Rank(ours))
         inherited.set_inheritable(True)
         names = {"PMI_FD": str(inherited.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(self.size)}
         names |= {"MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(self.size)}  # which programs read
         return {**names, "MPIR_CVAR_PMI_VERSION": "1"}, inherited  # not PMIx, which MPICH would see too
 
     def answer(self) -> None:
-        """Answer the lines that ranks have sent."""
+        """Answer the lines that ranks have sent, as far as they read the answers. Never blocks."""
         for key, _ in self.ranks.select(0):
+            rank: _Rank = key.data
             try:
-                lines = key.data.recv(64 * 1024).decode().splitlines()  # a rank sends a line and waits for the answer
-                for line in lines:
-                    self._obey(key.data, line)
-            except (OSError, KeyError, UnicodeDecodeError):
-                lines = []
-            if not lines:  # it will send no more
-                self.ranks.unregister(key.data)
-                key.data.close()
+                # A rank sends a line and waits for the answer. One that does not read is not read, either.
+                for line in rank.lines() if not rank.unsent else ():
+                    self._obey(rank, line)
+                self._push(rank)
+            except (OSError, KeyError, ValueError, EOFError):
+                self._forget(rank)
 
-    def _obey(self, rank: socket.socket, line: str) -> None:
+    def _push(self, rank: _Rank) -> None:
+        rank.push()
+        self.ranks.modify(rank.sock, selectors.EVENT_WRITE if rank.unsent else selectors.EVENT_READ, rank)
+
+    def _forget(self, rank: _Rank) -> None:
+        self.ranks.unregister(rank.sock)
+        rank.sock.close()
+
+    def _obey(self, rank: _Rank, line: str) -> None:
         fields = dict(_FIELD.findall(line))
         answers = {
             "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
-            "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024",
+            "get_maxes": f"maxes kvsname_max=256 keylen_max={_MAX_KEY_CHARS} vallen_max={_MAX_VALUE_CHARS}",
             "get_appnum": "appnum appnum=0",
             "get_my_kvsname": f"my_kvsname kvsname={self._name}",
             "get_universe_size": f"universe_size size={self.size}",
@@ -131,8 +141,7 @@ class MpiWorld:
         }
         match fields["cmd"]:
             case "put":
-                self._values[fields["key"]] = line.partition("value=")[2]
-                answer = "put_result rc=0 msg=success"
+                answer = self._put(fields["key"], line.partition("value=")[2])
             case "get":
                 value = self._values.get(fields["key"])
                 found = "rc=0 msg=success" if value is not None else "rc=-1 msg=key_not_found"
@@ -141,13 +150,45 @@ class MpiWorld:
                 self._in_barrier.append(rank)
                 if len(self._in_barrier) == self.size:
                     for member in self._in_barrier:
-                        with contextlib.suppress(OSError):  # it died meanwhile, and the job ends
-                            member.sendall(b"cmd=barrier_out rc=0\n")
+                        member.unsent += b"cmd=barrier_out rc=0\n"
+                        if member is not rank:
+                            with contextlib.suppress(OSError, KeyError, ValueError):  # it died, and the job ends
+                                self._push(member)
                     self._in_barrier.clear()
                 return
             case other:
                 answer = answers.get(other, f"{other} rc=-1 msg=unknown_command")
-        rank.sendall(f"cmd={answer}\n".encode())
+        rank.unsent += f"cmd={answer}\n".encode()
+
+    def _put(self, key: str, value: str) -> str:
+        full = key not in self._values and len(self._values) >= _MAX_VALUES_PER_RANK * self.size
+        if full or len(key) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
+            return "put_result rc=-1 msg=too_much"
+        self._values[key] = value
+        return "put_result rc=0 msg=success"
+
+
+class _Rank:
+    """A rank's socket, the beginning of its next line, and answers that it has not read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.unsent = bytearray()
+        self._begun = b""
+
+    def lines(self) -> list[str]:
+        """Return the lines that have arrived. Raises EOFError at their end, or if one has none."""
+        data = self.sock.recv(_READ_BYTES)
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if not data or len(self._begun) > _READ_BYTES:
+            raise EOFError
+        return [line.decode() for line in lines]
+
+    def push(self) -> None:
+        """Send what the socket takes."""
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: self.sock.send(self.unsent)]
 
 
 def _pmix_server(size: int, folder: str) -> ctypes.CDLL:

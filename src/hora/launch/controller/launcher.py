@@ -12,7 +12,9 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,8 +41,8 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.controller.output import Tail
 from hora.launch.job import LaunchEvents, WorkerSpec
-from hora.launch.limits import GRACE_S, KILLED_S
-from hora.launch.processes import variables
+from hora.launch.limits import END_S, GRACE_S, KILLED_S
+from hora.launch.processes import family, is_stopped, send_to_all, variables
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
 
@@ -284,7 +286,16 @@ class LocalProcess:
                 start_new_session=True,
                 bufsize=0,
             )
-        self.wait, self.kill = self._process.wait, self._process.kill
+        self.wait = self._process.wait
+        # A stopped agent reads nothing: its controller must not wait for it without a limit.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(END_S), 0))
+
+    def kill(self) -> None:
+        """Have the guardian kill the agent unless that ends in time; kill them all if the guardian is stopped."""
+        if is_stopped(self._process.pid):
+            send_to_all(family(self._process.pid), signal.SIGKILL)
+        else:
+            self._process.terminate()
 
     def complaints(self) -> bytes:
         """Return what the process has written to its standard error."""
@@ -319,7 +330,12 @@ class LocalAgent(AgentHandle):
     def send(self, message: Message) -> None:
         # If the agent is gone, the reader notices and reports all its workers as ended.
         with contextlib.suppress(OSError), self._sending:
-            self._process.sock.sendall(frame(message))
+            try:
+                self._process.sock.sendall(frame(message))
+            except BlockingIOError:
+                self.complaints.add(b"it has not read its orders")
+                self.kill()
+                self._process.sock.shutdown(socket.SHUT_WR)  # only a part of the message is there
 
     def finish(self) -> None:
         self.send(Bye(0))

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
+from hora.config import EngineConfig
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
 from hora.launch.agent.protocol import Exited
@@ -48,6 +49,7 @@ from hora.launch.controller.policy import (
     assign,
     modules_to_preload,
     provisional,
+    silent_at_the_end,
 )
 from hora.launch.job import REPORTING, STOPPED, Job, JobResult, Launcher, LeadershipLostError, Observation, WorkerSpec
 from hora.launch.limits import KILLED_S
@@ -134,11 +136,22 @@ def run_job(
         signals = stack.enter_context(ended_by_signals())
         output = OutputWriter(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
+
+        def hurry(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is not None and not issubclass(kind, Exception):  # a signal: nobody may read the console any more
+                output.hurry()
+
+        stack.push(hurry)
         controller = _Controller(job, launcher, output, elastic, leadership)
         stack.enter_context(controller.observed())
         stack.callback(controller.rendezvous.close)
         if elastic is not None:
-            signals.first = lambda: controller.leave(elastic.leave_s)
+
+            def leave() -> None:
+                output.hurry()
+                controller.leave(elastic.leave_s)
+
+            signals.first = leave
         if job.lease is not None:
             job.lease.watch(controller.end_host)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
@@ -147,6 +160,7 @@ def run_job(
         if elastic is not None and elastic.script is not None:
             stack.callback(elastic.script.close)
             elastic.script.watch(elastic.hosts, controller.change_hosts)
+        stack.push(hurry)  # and before the workers are ended
         return controller.to_the_end()
 
 
@@ -184,6 +198,7 @@ class _Controller(Observation):
         self._last_notice = 0
         self._ping_at = 0.0
         self._ending = False
+        self._said_silent: set[int] = set()
         self._stop_reason = ""
         self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
         self._master: dict[str, str] = {}  # where torch's env:// meets
@@ -248,6 +263,7 @@ class _Controller(Observation):
                     self._leadership.check()
                 now = time.monotonic()
                 decision = self._policy.decide(self._look(now), now)
+                self._report_silence(now)
                 match decision:
                     case Begin(places):
                         self._begin(places, now)
@@ -325,6 +341,21 @@ class _Controller(Observation):
             facts.hosts, facts.barred = self._hosts.usable(now), self._hosts.barred(now)
             facts.may_grow = self._hosts.may_grow(now)
         return facts
+
+    def _report_silence(self, now: float) -> None:
+        """Say which ranks do not answer although others have ended: a job of fixed size waits for them for ever."""
+        if self._policy.elastic or all(worker.silent_since is None for worker in self._workers):
+            return
+        stall = {name: value for name, value in self._job.env.items() if name.startswith("HOROVOD_STALL_")}
+        config = EngineConfig.from_env(stall)
+        for number in silent_at_the_end(self._facts, now, config.stall_warning_s):
+            if number not in self._said_silent and not config.stall_check_disable:
+                self._said_silent.add(number)
+                self._log(
+                    f"rank {number} has not answered for {config.stall_warning_s:g} s "
+                    "(HOROVOD_STALL_CHECK_TIME_SECONDS) while other ranks have ended. Is its process stopped (SIGSTOP, "
+                    "a debugger), or busy in one long call? The job waits for it"
+                )
 
     def _one_waits_for_another(self) -> bool:
         """Return whether a member still works while another worker has ended or waits for the next generation."""

@@ -9,10 +9,12 @@ controller, from any thread.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import logging
 import os
 import re
+import select
 import stat
 import sys
 import threading
@@ -23,9 +25,12 @@ from typing import IO, Any
 
 from hora.files import new_file
 from hora.launch.job import OutputOptions
+from hora.launch.limits import UNREAD_S
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line is written in pieces
 _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
+
+_LOOK_MS = 100
 
 _log = logging.getLogger("hora.launch")
 
@@ -116,6 +121,11 @@ class OutputWriter:
         """Return the end of the worker's output."""
         with self._lock:
             return self._tails[worker].text if worker in self._tails else ""
+
+    def hurry(self) -> None:
+        """The job was asked to end: give up a console that takes nothing for a while, such as one that nobody reads."""
+        for console in self._consoles.values():
+            console.hurry()
 
     def close(self) -> None:
         with self._lock:
@@ -230,6 +240,17 @@ class _Console:
         self._interrupted: set[object] = set()
         self._broken = stream is None
         self.is_file = _is_file(self._stream)
+        self._hurried_at: float | None = None
+        self._room: select.poll | None = None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's has no descriptor
+            if self._binary is not None and not self.is_file:
+                self._descriptor = self._binary.fileno()
+                self._room = select.poll()
+                self._room.register(self._descriptor, select.POLLOUT)
+
+    def hurry(self) -> None:
+        """Limit the time for which a write may find no room. From any thread."""
+        self._hurried_at = time.monotonic()
 
     def write(self, data: bytes, key: object = None, prefix: bytes = b"") -> None:
         if key in self._interrupted:
@@ -245,13 +266,28 @@ class _Console:
             if self._binary is None:
                 decoder = self._decoders.setdefault(key, codecs.getincrementaldecoder("utf-8")("replace"))
                 self._stream.write(decoder.decode(data))
-            else:
+            elif self._room is None:
                 self._stream.flush()
                 self._binary.write(data)
+            else:
+                self._write_when_there_is_room(self._room, data)
             self._stream.flush()
         except (OSError, ValueError) as error:  # a closed pipe or stream does not end the training
             self._broken = True
             _log.warning("the workers' output cannot be shown any more: %s", error)
+
+    def _write_when_there_is_room(self, room: select.poll, data: bytes) -> None:
+        """Write to a pipe or terminal without ever blocking in it: nobody could end this thread, and the launcher."""
+        self._stream.flush()
+        view, since = memoryview(data), time.monotonic()
+        while view:
+            if room.poll(_LOOK_MS):
+                with contextlib.suppress(BlockingIOError):  # somebody has made it non-blocking, and others write, too
+                    view = view[os.write(self._descriptor, view[: select.PIPE_BUF]) :]
+                    since = time.monotonic()
+            elif self._hurried_at is not None and time.monotonic() > max(since, self._hurried_at) + UNREAD_S:
+                self._broken = True
+                return
 
 
 def _is_file(stream: IO[Any]) -> bool:

@@ -293,6 +293,18 @@ class Publish:
 Decision = Begin | Wait | EndJob | Fail | GiveUp | WriteOff | StartWorkers | End | Notify | Publish
 
 
+def silent_at_the_end(facts: Facts, now: float, limit_s: float) -> list[int]:
+    """Return the workers that have not answered for so long although others have ended: they may be stopped."""
+    ends = [worker.since for worker in facts.workers if worker.state is WorkerState.SUCCEEDED]
+    if not ends:
+        return []
+    return [
+        worker.number
+        for worker in facts.workers
+        if worker.alive and worker.silent_since is not None and now >= max(worker.silent_since, min(ends)) + limit_s
+    ]
+
+
 class FixedSize:
     """Policy of a job of fixed size: one failure ends it.
 
