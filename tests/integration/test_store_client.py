@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import shutil
 import subprocess
@@ -175,6 +176,18 @@ def test_a_lease_of_another_job_is_rejected(api):
     first.resign(leader)
     assert second.lead("b") is not None
     assert second.read().values == {"leader": {"name": "b"}}
+
+
+def test_a_secret_that_somebody_else_has_written_is_an_error_of_the_store(api):
+    store = open_store(api.url(REQUEST.state), api.environment).below("job")
+    leader = store.lead("a")
+    assert leader is not None
+    api.objects["secrets", REQUEST.state]["data"]["term"] = base64.b64encode(b"text").decode()
+    calls = [lambda: store.put("x", {}, term=leader.term), lambda: store.delete("x", term=leader.term)]
+    store.resign(leader)
+    for call in (*calls, lambda: store.lead("b")):
+        with pytest.raises(StoreError, match="the `term` of the Secret train-hora-state is no number"):
+            call()
 
 
 def test_errors_of_the_api_server_are_reported(api, tmp_path):

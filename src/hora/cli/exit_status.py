@@ -27,7 +27,10 @@ def exit_status_of(prog: str, command: Callable[[], int | None], *, failed: int 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (RuntimeError, OSError) as error:  # unreachable hosts, a start timeout, a full disk
-        print(f"{prog}: {error}", file=sys.stderr)
+        # A process or a thread could not be started.
+        scarce = isinstance(error, BlockingIOError) or "start new thread" in str(error)
+        advice = ": too few processes are allowed; see `ulimit -u`" if scarce else ""
+        print(f"{prog}: {error}{advice}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # a job has already been ended
         return 130

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from hora.watch.kubeflow import Reports
 
 # Variables for the workers of an observed job: they report once a second.
-REPORTING = {"HORA_TELEMETRY_S": "1.0"}
+# Of ranks whose job is watched. A job that a rank starts has no page or recording of its own at the same place.
+REPORTING = {"HORA_TELEMETRY_S": "1.0", "HORA_DASHBOARD": "0", "HORA_RECORD": ""}
 STOPPED = 143  # the exit status of a job that its observer stopped
 _STACKS_AGAIN_S = 30.0
 

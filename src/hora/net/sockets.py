@@ -91,7 +91,7 @@ def open_socket(where: Where, *, limit_s: float) -> socket.socket:
     """Return a connected, blocking socket; raises TimeoutError, or ConnectionError for another user's local name."""
     if isinstance(where, str):
         return _open_local(where, max(limit_s, 0.001))
-    sock = socket.create_connection(where, timeout=max(limit_s, 0.001))
+    sock = socket.create_connection((_reachable(where[0]), where[1]), timeout=max(limit_s, 0.001))
     sock.settimeout(None)
     return sock
 
@@ -177,8 +177,14 @@ def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> lis
     try:
         found = socket.getaddrinfo(hostname, None, family, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return []
+        # A container may lack /etc/hosts.
+        return ["127.0.0.1"] if hostname == "localhost" and family == socket.AF_INET else []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _reachable(hostname: str) -> str:
+    """Return an address for `localhost`, which need not have one in the name service; other names unchanged."""
+    return next(iter(resolve(hostname)), hostname) if hostname == "localhost" else hostname
 
 
 def is_local(hostname: str) -> bool:
@@ -211,7 +217,7 @@ def listening_address(hostname: str, *, one_host: bool) -> str:
 
 def source_address(address: str) -> str:
     """Return our source address for packets to `address`, IPv4 if it has one; raises OSError if there is no route."""
-    found = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)
+    found = socket.getaddrinfo(_reachable(address), _ANY_PORT, type=socket.SOCK_DGRAM)
     family, *_, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import struct
 import tempfile
@@ -29,22 +30,42 @@ _MAX_BLOCK_BYTES = 4 * 1024 * 1024
 _BLOCK_S = 5.0
 _MAX_HEADER_BYTES = 1024 * 1024
 _LOOK_S = 1.0
+_MEMORY_BYTES = 8 * 2**20
+
+_log = logging.getLogger("hora.watch")
 
 
 class Recorder:
     """Writes a run as it happens; drops output beyond `max_bytes`, everything beyond twice that. No path: unnamed."""
 
     def __init__(self, path: str | Path | None, facts: Mapping[str, Any], *, max_bytes: int = 64 * 2**20) -> None:
+        self._name, self._max_bytes = path, max_bytes
         if path is None:
-            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hora-run-")  # noqa: SIM115 - closed by close()
+            self._file = self._unnamed()
         else:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(new_file(path), "w+b")  # logs and arguments may be private
-        self._file.write(_MAGIC + json.dumps(dict(facts)).encode() + b"\n")
+            self._file = os.fdopen(new_file(path), "w+b", buffering=0)  # logs and arguments may be private
         self._entries = bytearray()
         self._since = 0.0
         self._num_bytes = 0
-        self._max_bytes = max_bytes
+        self._write(_MAGIC + json.dumps(dict(facts)).encode() + b"\n")
+
+    def _unnamed(self) -> IO[bytes]:
+        try:
+            return tempfile.TemporaryFile(prefix="hora-run-", buffering=0)
+        except OSError:  # no folder for temporary files: in memory, then, but less
+            self._max_bytes = min(self._max_bytes, _MEMORY_BYTES)
+            return os.fdopen(os.memfd_create("hora-run", os.MFD_CLOEXEC), "w+b", buffering=0)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:  # a full disk ends the recording, not the training
+            what = "the run" if self._name is None else self._name
+            _log.warning("%s is not recorded any further: %s", what, error.strerror)
+            self._file.close()
 
     def take(self, entry: Entry) -> None:
         limit = self._max_bytes if entry.kind == "line" else 2 * self._max_bytes
@@ -62,11 +83,7 @@ class Recorder:
             block = zlib.compress(self._entries, 6)
             self._entries.clear()
             self._num_bytes += len(block)
-            try:
-                self._file.write(_LENGTH.pack(len(block)) + block)
-                self._file.flush()
-            except OSError:  # a full disk ends the recording, not the training
-                self._file.close()
+            self._write(_LENGTH.pack(len(block)) + block)
 
     def contents(self) -> bytes:
         self.flush()

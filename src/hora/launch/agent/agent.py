@@ -227,6 +227,7 @@ class Agent:
         self._paused = True  # the workers' pipes are left unread: not begun yet, or the controller is slow
         self._forks: WorkerForks | None = None
         self._mpi_world: MpiWorld | None = None
+        self._may_use_mpi = True  # until that fails
         self._held: dict[int, contextlib.ExitStack] = {}  # worker -> its private files and lifeline, until its end
         self._calls: deque[Callable[[], None]] = deque()  # from other threads
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
@@ -319,8 +320,9 @@ class Agent:
                 case Start():
                     try:
                         self._start(message)
-                    except OSError as error:  # no descriptor is left, say
-                        self._exited(message.worker, 127, f"cannot start a worker: {error}; see `ulimit -n`")
+                    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, say
+                        why = f"cannot start a worker: {error}; see `ulimit -n` and `ulimit -u`"
+                        self._exited(message.worker, 127, why)
                 case Terminate(workers, grace_s):
                     self._terminate(workers, grace_s)
                 case Finish(grace_s):
@@ -349,16 +351,24 @@ class Agent:
         share = len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1"))
         env.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
         env |= allocator_variables(env)
-        if env.get("HORA_MPI") == "1" and self.scratch and self._mpi_world is None:
+        if env.get("HORA_MPI") == "1" and self.scratch and self._mpi_world is None and self._may_use_mpi:
             from hora.launch.agent.pmi import mpi_world  # other jobs start faster without
 
-            self._mpi_world = mpi_world(env, f"{self.scratch}/mpi")
+            try:
+                self._mpi_world = mpi_world(env, f"{self.scratch}/mpi")
+            except OSError as error:
+                self._begin_without_mpi(worker, error)
             if self._mpi_world is not None:
                 self._selector.register(self._mpi_world.ranks, selectors.EVENT_READ, self._mpi_world.answer)
         if self._mpi_world is not None:
             env |= self._mpi_world.variables(int(env["HOROVOD_RANK"]))
         if order.preload is None or not self._ask_to_fork(order, order.preload, env):
             self._execute(order, env)
+
+    def _begin_without_mpi(self, worker: int, error: OSError) -> None:
+        self._may_use_mpi = False
+        why = f"{error.filename or self.scratch}: {error.strerror}; set TMPDIR to a folder that can be written"
+        self._link.send(Output(worker, "stderr", f"hora: the ranks are no MPI world: {why}\n".encode()))
 
     def _execute(self, order: Start, env: dict[str, str]) -> None:
         with contextlib.ExitStack() as stack:
@@ -555,8 +565,12 @@ def guarded(controller: int | None = None) -> None:
 def serve_locally(*, execute: Execute = os.execvpe) -> int:
     """Run the agent of a controller on this machine: the parent process, connected to standard input."""
     controller_pid = os.getppid()
-    guarded(controller_pid)
-    link = LocalLink(controller_pid)
+    try:
+        guarded(controller_pid)
+        link = LocalLink(controller_pid)
+    except (RuntimeError, BlockingIOError) as error:
+        print(f"{error}: too few processes are allowed; see `ulimit -u`", file=sys.stderr)
+        return 1
     agent = Agent(link, execute=execute)
     link.send(Join(0, "", 0, "", [], []))
     return agent.run() or 0

@@ -156,7 +156,14 @@ class LeaseStore:
         return {key: decoded(text) for key, text in data.items() if key != "term"}
 
     def _written_by(self, secret: Mapping[str, Any]) -> int:
-        return int(base64.b64decode((secret.get("data") or {}).get("term", "")) or 0)
+        text = (secret.get("data") or {}).get("term", "")
+        try:
+            return int(base64.b64decode(text) or 0)
+        except ValueError:
+            raise StoreError(
+                f"the `term` of the Secret {self.name} is no number: somebody else has written it; delete the Secret, "
+                "or set it to the `leaseTransitions` of the Lease"
+            ) from None
 
     def _write(self, term: int, change: Callable[[dict[str, Any]], object]) -> bool:
         for _ in range(_ATTEMPTS):
