@@ -44,7 +44,8 @@ from typing import Any
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.queue import OperationQueue, ProgressEngine, same_name
+from hora.engine.progress import ProgressEngine
+from hora.engine.queue import OperationQueue, same_name
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import LINE_BYTES, MEMBER_BYTES, OPEN, Counter, Counters
 from hora.engine.shm.segment import Segment
