@@ -41,6 +41,7 @@ from hora.errors import HorovodInternalError
 from hora.torch.distributed.reductions import Reduction, fold, moved, reduction_of
 from hora.torch.distributed.signatures import Options, arrange
 from hora.torch.distributed.work import DONE, Work
+from hora.torch.drift.data_parallel import Comparisons
 
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
@@ -90,6 +91,8 @@ class HoraProcessGroup(_BASE):
         self._num_calls = 0
         self._labels: dict[str, str] = {}
         self._messages: Messages = runtime.start_messages()
+        self.comparisons = Comparisons(queue.process_set_id, self._finish_in_time)
+        self._watched = self.comparisons.models
 
     # Properties that torch reads.
 
@@ -357,6 +360,8 @@ class HoraProcessGroup(_BASE):
         if named or not given or type(given[-1]) is not AllreduceOptions:
             given = (*arrange("allreduce", given, named),)
         tensors, opts = given
+        if self._watched:
+            self.comparisons.reduces()
         return self._allreduce_one(tensors, opts) if len(tensors) == 1 else self._allreduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:

@@ -42,7 +42,7 @@ import torch
 
 from hora import engine
 from hora.config import strict
-from hora.engine.request import Kind
+from hora.engine.request import Kind, Request
 from hora.errors import DriftError
 from hora.telemetry.meters import meter
 from hora.torch.drift import difference
@@ -135,18 +135,31 @@ class Rotation:
 class DriftWatch:
     """One member's part of the comparisons; see the module."""
 
-    def __init__(self, label: str, settings: DriftSettings, *, process_set_id: int = 0) -> None:
+    def __init__(
+        self,
+        label: str,
+        settings: DriftSettings,
+        *,
+        process_set_id: int = 0,
+        finish: Callable[[Request], object] = Request.result,
+    ) -> None:
         self.abstains = False  # this rank differs by intent
         self.num_left: float  # reductions until the next comparison
         self.num_steps = 0
         self._runtime = engine.current_runtime()
         self._label, self._set_id = f"drift.{label}", process_set_id
+        self._finish = finish  # waits for a request
         self._ranks = self._runtime.sets.ranks(process_set_id)
         self._is_error = settings.on_drift == "error" or strict()
         self._local = frozenset(settings.local)
         self._ended = set(_FIELDS if settings.on_drift == "ignore" else ())  # what is not compared any more
         self._exchange_s = math.inf
         self.restart()
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether its world is the running one."""
+        return self._runtime.is_current
 
     def restart(self) -> None:
         """Begin anew (on all members): they have just been made equal, or a member has missed steps."""
@@ -162,6 +175,7 @@ class DriftWatch:
         self._seen: list[Sequence[Any]] = []  # of the last step, by group
         self._settings: dict[tuple[int, str], Any] = {}
         self._history: deque[tuple[int, int, str, Any]] = deque(maxlen=_HISTORY)
+        self._are_apart = False
         self._rotations = {"parameters": Rotation(), "buffers": Rotation()}
         self._digests: dict[str, int] = {}
 
@@ -235,16 +249,17 @@ class DriftWatch:
         mine = [not self.abstains, self._is_error, int(wanted)]
         mine += [number for field in _FIELDS for number in sums_of(self._digests[field])]
         ballot = torch.tensor(mine, dtype=torch.int64, device="cpu")
-        num_members, num_errors, interval, *sums = self._runtime.allreduce_(
-            ballot, self._label, set_id=self._set_id
-        ).tolist()
+        self._run(Kind.ALLREDUCE, ballot, ballot, self._label)
+        num_members, num_errors, interval, *sums = ballot.tolist()
         self._since = time.perf_counter()
         self._exchange_s = min(self._exchange_s, self._since - began)
         self._num_checks += 1
         early = self._num_checks < len(_EARLY)
         self._gap = _EARLY[self._num_checks] if early else interval // len(self._ranks) or _SHORTEST
         self._expect(self._gap)
-        if num_members < len(self._ranks):  # a member has joined, or is another one by intent
+        were_apart, self._are_apart = self._are_apart, num_members < len(self._ranks)
+        if self._are_apart or were_apart:  # a member has joined, or differs by intent: begin anew when all are back
+            self._begin, self._chain = self.num_steps, 0
             return
         parts = zip(_FIELDS, (sums[at : at + NUM_SUMS] for at in range(0, len(sums), NUM_SUMS)), strict=True)
         differing = [field for field, its in parts if not all_equal(its, num_members) and field not in self._ended]
@@ -295,13 +310,26 @@ class DriftWatch:
                 facts[f"{field} agreed"] = self._rotations[field].agreed_at
         return facts
 
+    def _run(
+        self, kind: Kind, tensor: torch.Tensor, output: torch.Tensor | None, name: str, *, root_rank: int = -1
+    ) -> list[torch.Tensor]:
+        """Run a collective of the members; returns its results."""
+        request = self._runtime.submit(
+            kind,
+            [tensor],
+            outputs=None if output is None else [output],
+            name=name,
+            root_rank=root_rank,
+            process_set_id=self._set_id,
+            background=False,
+        )
+        self._finish(request)
+        return request.result()
+
     def _exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return every member's facts (collective)."""
         line = torch.frombuffer(bytearray(json.dumps(facts).encode() + b"\n"), dtype=torch.uint8)
-        request = self._runtime.submit(
-            Kind.ALLGATHER, [line], name=f"{self._label}.facts", process_set_id=self._set_id, background=False
-        )
-        (lines,) = request.result()
+        (lines,) = self._run(Kind.ALLGATHER, line, None, f"{self._label}.facts")
         return [json.loads(one) for one in lines.numpy().tobytes().splitlines()]
 
     def _find_tensor(
@@ -314,15 +342,7 @@ class DriftWatch:
         for name in names:
             mine = tensors[name].detach().to("cpu").contiguous()
             first = torch.empty_like(mine)
-            self._runtime.submit(
-                Kind.BROADCAST,
-                [mine],
-                outputs=[first],
-                name=f"{self._label}.{field}",
-                root_rank=self._ranks[0],
-                process_set_id=self._set_id,
-                background=False,
-            ).result()
+            self._run(Kind.BROADCAST, mine, first, f"{self._label}.{field}", root_rank=self._ranks[0])
             distances = self._exchange({"distance": _distance(mine, first)})
             if any(one["distance"] for one in distances):
                 return difference.of_tensor(field, name, names, of_all, [float(one["distance"]) for one in distances])
