@@ -7,6 +7,7 @@ trains a replica for each host and averages the replicas after each step.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -369,6 +370,96 @@ class Schedulers(Row):
         return super().parts() | {"scheduler": self.scheduler}
 
 
+class InTheMiddle(Row):
+    """A call between backward and step."""
+
+    def iterate(self, number, ranks, after_backward):
+        def then():
+            after_backward()
+            if number == 3:
+                self.call()
+
+        super().iterate(number, ranks, then)
+
+    def call(self) -> None:
+        raise NotImplementedError
+
+
+class PassesSetInTheMiddle(InTheMiddle):
+    def call(self):
+        if self.wrap is not unwrapped:
+            self.optimizer.set_backward_passes_per_step(1)
+
+
+class GroupAddedInTheMiddle(InTheMiddle):
+    def call(self):
+        if len(self.optimizer.param_groups) == 1:
+            self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=self.dtype))]})
+
+
+class StateLoadedInTheMiddle(InTheMiddle):
+    def call(self):
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+
+class StepHook(Row):
+    def finish_setup(self):
+        parameters = list(self.net.parameters())
+        self.optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(parameters, 0.02) and None)
+
+
+class SteppedTwice(Row):
+    def plain_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.02, momentum=0.9)
+
+    def iterate(self, number, ranks, after_backward):
+        super().iterate(number, ranks, after_backward)
+        self.optimizer.step()
+
+
+class ClearedInPlace(Row):
+    def iterate(self, number, ranks, after_backward):
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+        self.mean_loss(ranks, number).backward()
+        after_backward()
+        self.optimizer.step()
+
+
+class MomentumSwitchedOn(Row):
+    """An entry of the state appears in the third step."""
+
+    def plain_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+    def iterate(self, number, ranks, after_backward):
+        if number == 2:
+            self.optimizer.param_groups[0]["momentum"] = 0.9
+        super().iterate(number, ranks, after_backward)
+        saved = self.optimizer.state_dict()["state"]
+        for parameter, state in zip(self.net.parameters(), saved.values(), strict=False):
+            assert state["momentum_buffer"].shape == parameter.shape
+
+
+class SchedulerMadeFirst(Row):
+    """A scheduler is made with the plain optimizer; a state is loaded later."""
+
+    def plain_optimizer(self):
+        optimizer = super().plain_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer
+
+    def iterate(self, number, ranks, after_backward):
+        super().iterate(number, ranks, after_backward)
+        self.scheduler.step()
+        if number == 2:
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def parts(self):
+        return super().parts() | {"scheduler": self.scheduler}
+
+
 ROWS: dict[str, type[Row]] = {
     row.__name__: row
     for row in (
@@ -397,6 +488,14 @@ ROWS: dict[str, type[Row]] = {
         ActivationCheckpointing,
         ExponentialMovingAverage,
         Schedulers,
+        PassesSetInTheMiddle,
+        GroupAddedInTheMiddle,
+        StateLoadedInTheMiddle,
+        StepHook,
+        SteppedTwice,
+        ClearedInPlace,
+        MomentumSwitchedOn,
+        SchedulerMadeFirst,
     )
 }
 
@@ -417,7 +516,11 @@ class Column:
 _COMPLEX = {"Complex": ("complex64", "not supported")}
 _APART = {"Complex": ("complex64", "real"), "ScalerInfinityOnOneRank": ("left out 0", "left out 1", "GradScaler")}
 _DILOCO = {"outer": partial(torch.optim.SGD, lr=1.0), "every": 1, "fragments": 1, "overlap": 0}
-_SHARDED = {"Complex": ("complex64", "not supported"), "SparseGradients": ("sharded=True", "sparse")}
+_SHARDED = {
+    "Complex": ("complex64", "not supported"),
+    "SparseGradients": ("sharded=True", "sparse"),
+    "SteppedTwice": ("sharded=True", "not cleared", "step() once"),
+}
 _POWERSGD = hvd.Compression.powersgd(rank=80, start_step=2, min_compression_rate=0.01)
 
 COLUMNS: dict[str, Column] = {

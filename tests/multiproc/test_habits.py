@@ -9,9 +9,29 @@ import horovod.torch as hvd
 
 # The cells that `make test` runs; `make test-habits` runs the others.
 QUICK = {
-    "plain": ("HooksAfter", "TwoOptimizers", "RankDependentUse"),
-    "sharded": ("Clipping", "ChannelsLast", "FreezeAndThaw"),
-    "per step": ("ExponentialMovingAverage", "Schedulers"),
+    "plain": (
+        "HooksAfter",
+        "TwoOptimizers",
+        "RankDependentUse",
+        "PassesSetInTheMiddle",
+        "GroupAddedInTheMiddle",
+        "StateLoadedInTheMiddle",
+        "SchedulerMadeFirst",
+    ),
+    "sharded": (
+        "Clipping",
+        "ChannelsLast",
+        "FreezeAndThaw",
+        "PassesSetInTheMiddle",
+        "GroupAddedInTheMiddle",
+        "StateLoadedInTheMiddle",
+        "StepHook",
+        "SteppedTwice",
+        "ClearedInPlace",
+        "MomentumSwitchedOn",
+        "SchedulerMadeFirst",
+    ),
+    "per step": ("ExponentialMovingAverage", "Schedulers", "StateLoadedInTheMiddle"),
     "int8": ("ScalerInfinityOnOneRank",),
     "PowerSGD": ("ScalerInfinityEverywhere", "UnusedParameters"),
     "LocalSGD": ("ScalerInfinityOnOneRank", "Float64"),

@@ -309,6 +309,7 @@ def test_parameters_and_state_are_shared_between_the_ranks_of_a_host():
     assert optimizer.state[parameter]["momentum_buffer"][3] == 43.0
     with raises(hvd.HorovodInternalError, "not supported with Join"):
         if hvd.rank() == 0:
+            optimizer.zero_grad()
             parameter.sum().backward()
             optimizer.step()
         raise hvd.HorovodInternalError(f"not supported with Join {hvd.join()}")

@@ -14,8 +14,9 @@ import operator
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -85,6 +86,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _uses_buckets = True
     _base_class: type
     _step = StepState()  # never changed in place: an active optimizer has its own
+    _resumed_passes: Mapping[int, int] = MappingProxyType({})  # of the step that begins with the next gradient
     _watcher: weakref.ref[Any] | None = None
     _drift: DriftWatch | None = None  # in a world or set of several
 
@@ -147,7 +149,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             hooks.pop(mine, None)
 
     def _start_over(self) -> None:
-        """Forget reductions and agreements after a change of the world or of the parameters."""
+        """Forget reductions and agreements after a change of the world or of the parameters.
+
+        Whole gradients stay reduced in their world.
+        """
+        stays = self._step.reduced == "whole" and self._runtime is engine.current_runtime()
         self._runtime = engine.current_runtime()
         self._reducer: Reducer = PerParameterReducer(self._options, self._hooked, self._groups)
         wanted = self._uses_buckets and not self._groups
@@ -156,7 +162,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._options.num_members > 1 and self._hooked:
             label = min(map(self._parameter_names.__getitem__, self._hooked))
             self._drift = DriftWatch(label, self._drift_settings, process_set_id=self._options.process_set_id)
-        self._step = StepState()
+        self._step = self._step if stays else StepState()
 
     @property
     def _requires_update(self) -> set[torch.Tensor]:
@@ -206,7 +212,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._start_over()
         if self._step.reduced:
             self._step_left_out()
-        self._step = StepState(backward_began=time.perf_counter())
+        self._step = StepState(dict(self._resumed_passes), backward_began=time.perf_counter())
+        self._resumed_passes = {}
         watcher = None if self._watcher is None else self._watcher()
         if watcher is not None:
             watcher.step_begins()
@@ -241,9 +248,33 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def discard_step(self) -> None:
         """Discard the current step and its gradients; this world is gone or about to be left."""
-        self._step = StepState()
+        self._step, self._resumed_passes = StepState(), {}
         for parameter in parameters_of(self):
             parameter.grad = None
+
+    def accumulated(self) -> dict[str, Any]:
+        """Return this rank's gradients of the passes since the last step, and their number; empty outside of a step.
+
+        Gradients that are being reduced do not count: the step is about to be made.
+        """
+        counts = {} if self._step.arrived or self._step.reduced else self._step.passes or self._resumed_passes
+        found = [(number, p) for number, p in enumerate(parameters_of(self)) if id(p) in counts]
+        if not found:
+            return {}
+        return {"passes": {n: counts[id(p)] for n, p in found}, "gradients": {n: p.grad for n, p in found}}
+
+    def change_worlds(self) -> None:
+        """Continue accumulating in the next world."""
+        kept = self.accumulated()
+        self.discard_step()
+        self.resume_step(kept)
+
+    def resume_step(self, kept: Mapping[str, Any]) -> None:
+        """Continue a step with what `accumulated` returned."""
+        parameters = parameters_of(self)
+        for number, gradient in kept.get("gradients", {}).items():
+            parameters[number].grad = gradient
+        self._resumed_passes = {id(parameters[number]): count for number, count in kept.get("passes", {}).items()}
 
     def _step_left_out(self) -> None:
         """Handle a step whose gradients were reduced but not applied."""
@@ -344,13 +375,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         thawed = self._thawed()
         for number, parameter in enumerate(parameters_of(self)):
             self._parameter_names.setdefault(parameter, f"replaced.{number}")
-        if thawed:
-            late = PerParameterReducer(self._options, thawed)
-            for parameter in thawed:
-                late.ready(parameter)
-            late.finish()
+        self._reduce_late(thawed)
         if thawed or self._groups_changed():
             self._register_hooks()
+
+    def _reduce_late(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Reduce the gradients of parameters that take part in the step only now."""
+        if parameters:
+            late = PerParameterReducer(self._options, parameters)
+            for parameter in parameters:
+                late.ready(parameter)
+            late.finish()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -432,7 +467,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._step.reduced:
             self._step_left_out()
-        self._step = StepState()
+        self._step, self._resumed_passes = StepState(), {}
         super().zero_grad(*args, **kwargs)
 
     def _backward_seen_since_step(self) -> bool:
@@ -448,6 +483,18 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._step.synchronized = False
 
+    def _complete_begun_step(self) -> None:
+        """Reduce the step that has begun, so that options, groups and state can change before `step()` (collective).
+
+        Gradients that are in buckets are scaled already: nothing else can reduce them. A step whose world has ended or
+        broken will be repeated.
+        """
+        if self._active and self._step.arrived:
+            if self._world_changed() or not self._runtime.status.is_open:
+                self._start_over()
+            else:
+                self._make_whole()
+
     def _reduce_to_clip(self, parameters: Sequence[torch.Tensor]) -> Any:
         """Reduce now, as `_make_whole` does. A sharded optimizer returns its `Shards` if they have the gradients."""
         self._make_whole()
@@ -456,13 +503,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reduce on every `passes`-th backward pass from now on."""
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
+        self._complete_begun_step()
         self.backward_passes_per_step = passes
-        self._step = StepState()
+        if not self._step.reduced:
+            self._step = StepState()  # passes are counted anew
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the base state; with `Compression.powersgd` also its step count, factors and this rank's residual."""
-        state: dict[str, Any] = super().state_dict(*args, **kwargs)
         memory = self._options.memory if self._active else None
+        if memory is not None:
+            self._complete_begun_step()  # until then a residual includes the gradient
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
         if memory is not None:
             state["powersgd"] = memory.state_dict(self._runtime.world)
         return state
@@ -478,23 +529,42 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Load a state and forget reductions in flight."""
         # Between steps the ranks' agreements must stay: often only one rank loads a checkpoint, and
         # broadcast_optimizer_state updates the others.
-        if self._active and (self._step.backward_began or self._world_changed()):
+        self._complete_begun_step()
+        if self._active and self._world_changed():
             self._start_over()
         memory, kept = (self._options.memory if self._active else None), state_dict.get("powersgd")
         if memory is not None and kept is not None:
             memory.load_state_dict(kept, self._runtime.world)
-        super().load_state_dict(state_dict, *args, **kwargs)
+        self._load_in_place(state_dict, *args, **kwargs)
+
+    def _load_in_place(self, *args: Any, **kwargs: Any) -> None:
+        """Load into the same groups and state: a scheduler made with the plain optimizer changes those."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(*args, **kwargs)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        if state is not self.state:
+            state.clear()
+            state.update(self.state)
+        self.param_groups, self.state = groups, state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, whose gradients are reduced too."""
-        super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
+            super().add_param_group(param_group)
             return
+        self._complete_begun_step()
+        super().add_param_group(param_group)
         group_index = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names.setdefault(parameter, unnamed(group_index, index))
         if self._active:
+            added = self._thawed()
             self._register_hooks()
+            if self._step.reduced:
+                self._reduce_late(added)
 
 
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_DistributedOptimizer]:
@@ -516,6 +586,12 @@ def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
     # An existing scheduler has patched `step` of the old object; leave it there.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result
+
+
+def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+    """Run the step of class `kind` without the user's step hooks, which belong to the distributed optimizer."""
+    step: Any = kind.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def copied(value: Any) -> Any:

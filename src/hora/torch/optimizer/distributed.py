@@ -41,9 +41,13 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
     _states_before: dict[torch.Tensor, dict[str, Any]]  # of this step, in case it is rolled back
 
     def _start_over(self) -> None:
+        step, same = self._step, hasattr(self, "_deltas") and self._runtime is engine.current_runtime()
         super()._start_over()
-        self._deltas, self._states_before = {}, {}
         self._reducer = self
+        if same and self._runtime.status.is_open:
+            self._step = step  # changes in flight do not depend on groups and options
+        else:
+            self._deltas, self._states_before = {}, {}
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Step `parameter` alone, restore it, and start reducing its change."""
@@ -89,6 +93,9 @@ class DeltaOptimizer(_DistributedOptimizer, Reducer):
 
     def synchronize(self) -> None:
         """Do nothing: `step` reduces the changes."""
+
+    def _complete_begun_step(self) -> None:
+        """Do nothing: `step` waits for the changes in flight."""
 
     def _make_whole(self) -> None:
         raise ValueError(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
@@ -26,7 +27,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, wire_dtype
-from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, copied
+from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, bare_step, copied
 from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
@@ -117,7 +118,11 @@ class SliceCopies:
                 views = {key: view_like(flat, offset, parameter).clone() for key, flat in flats.items()}
                 values[parameter] = views.pop(VALUES)
                 its = kinds[self._state.parameter_kinds.of[parameter]]
-                state[parameter] = {key: views[key] if value is ... else copied(value) for key, value in its.items()}
+                state[parameter] = {  # an entry that the lost step made first has no copy
+                    key: views[key] if value is ... else copied(value)
+                    for key, value in its.items()
+                    if value is not ... or key in views
+                }
         return values, state
 
     def _whole(self, place: Place, slices: Slices) -> torch.Tensor:
@@ -163,6 +168,63 @@ def check_shardable(
         raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
 
 
+_MAX_TRACE_BYTES = 2**16
+
+
+class _Trace:
+    """One parameter's gradient, left in place after each step to notice a program that does not clear gradients.
+
+    A sharded step keeps no whole gradients that a backward pass could add to, or that a second step could use again.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self._parameter, self._name, self._gradient = parameter, name, parameter.grad
+        self._version = -1
+        self._is_added_to = False
+        self._handle = parameter.register_hook(self._before_accumulation)
+
+    def leave(self) -> None:
+        """Put the gradient into its place after a step: a large one, whose memory counts, after the first step only."""
+        gradient = self._gradient
+        if gradient is None or (self._version >= 0 and gradient.nbytes > _MAX_TRACE_BYTES):
+            self.remove()
+            give_back_freed_memory()
+            return
+        if gradient._version != self._version and not (self._version < 0 and gradient.any()):
+            gradient.fill_(1.0)  # no zeros: those would look cleared
+        self._parameter.grad, self._version, self._is_added_to = gradient, gradient._version, False
+
+    def check(self) -> None:
+        """Raise ValueError in a step if the gradients of the last one still were there."""
+        if self._is_added_to or self._remains():
+            raise ValueError(
+                f"the gradient of {self._name} was not cleared after the step before; sharded=True keeps no whole "
+                "gradients that another backward pass could add to, or another step() use again. Call "
+                "optimizer.zero_grad() before each step's first backward pass and step() once after it, or use "
+                "sharded=False"
+            )
+
+    def remove(self) -> None:
+        """Forget the gradient."""
+        self._handle.remove()
+        if self._parameter.grad is self._gradient:
+            self._parameter.grad = None
+        self._gradient = None
+
+    def _before_accumulation(self, _: torch.Tensor) -> None:
+        gradient = self._gradient
+        if gradient is None or self._parameter.grad is not gradient:
+            self._is_added_to = False
+        elif gradient._version == self._version:  # the first pass since the step
+            self._is_added_to = self._remains()
+
+    def _remains(self) -> bool:
+        gradient = self._gradient
+        if gradient is None or self._parameter.grad is not gradient or gradient._version != self._version:
+            return False
+        return bool(gradient.any())  # `grad.data.zero_()` clears without a new version
+
+
 class ShardedOptimizer(_DistributedOptimizer):
     """Mixin before the user's optimizer class, like its base class."""
 
@@ -173,9 +235,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     _inner: Any = None
     _copies: SliceCopies | None = None  # with a step watcher, like the next
     _before: _Whole | None = None  # until the first step has ended
-    # A parameter, its gradient of the first step and that gradient's version, to detect passes that add to it.
-    _left: tuple[torch.Tensor, torch.Tensor, int] | None = None
-    _uncleared = ""  # the name of a parameter whose gradient was not cleared before this step
+    _trace: _Trace | None = None  # once sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -195,21 +255,6 @@ class ShardedOptimizer(_DistributedOptimizer):
                 )
             self.leave_world()
         super()._start_over()
-
-    def _hand_over(self, parameter: torch.Tensor) -> None:
-        """Take a gradient, and detect a user who does not clear gradients.
-
-        Steps keep no whole gradients to add to, except for a single gradient of the first step, which reveals it.
-        """
-        if self._left is not None and self._left[0] is parameter:
-            _, left, version = self._left
-            if parameter.grad is left and left._version == version + self.backward_passes_per_step:
-                self._left, self._uncleared = (parameter, left, left._version), self._parameter_names[parameter]
-            else:
-                self._left, self._uncleared = None, ""
-                del left
-                give_back_freed_memory()  # it may have been large
-        super()._hand_over(parameter)
 
     def _reduce_slices(self) -> None:
         """Reduce the remaining gradients and wait for this rank's slices."""
@@ -256,15 +301,11 @@ class ShardedOptimizer(_DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._uncleared:
-            raise ValueError(
-                f"the gradient of {self._uncleared} was added to that of the step before; "
-                "sharded=True keeps no whole gradients that the next backward pass could add to. Call "
-                "optimizer.zero_grad() before each step's first backward pass, or use sharded=False"
-            )
         if engine.current_runtime() is not self._runtime:
             self._start_over()
         self._reduce_for_step()
+        if self._step.reduced == "slices" and (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
+            self._materialise()  # hooks may read and change gradients
         are_whole = self._step.reduced == "whole"
         self._step = StepState()
         is_first = self._shards is None
@@ -276,18 +317,27 @@ class ShardedOptimizer(_DistributedOptimizer):
             return loss
         assert self._shards is not None
         smallest = min(self._last_arrivals, key=torch.Tensor.numel, default=None) if is_first else None
-        left = None if smallest is None else smallest.grad
-        if are_whole:
-            self._shards.take_whole()
-        self._inner_step()
+        if smallest is not None and smallest.grad is not None:
+            self._trace = _Trace(smallest, self._parameter_names[smallest])
+        self._step_slices(are_whole)
         self._step_ended()
+        if self._shard_state.take_in_new():
+            self._start_over()
+        elif self._trace is not None:
+            self._trace.leave()
         if is_first:
-            if smallest is not None and left is not None:
-                smallest.grad, self._left = left, (smallest, left, left._version)
             give_back_freed_memory()  # private parameters, state and whole gradients
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _step_slices(self, are_whole: bool) -> None:
+        """Run the user's step hooks and, between them, step this rank's slice. `are_whole`: the gradients."""
+        assert self._shards is not None
+        if are_whole:
+            self._shards.take_whole()
+        self._inner_step()
 
     def _reduce_for_step(self) -> None:
         if self._should_synchronize and self._step.synchronized:
@@ -297,7 +347,10 @@ class ShardedOptimizer(_DistributedOptimizer):
                 stacklevel=3,
             )
         some_frozen = len(self._hooked) < len(self._known)
-        if self._should_synchronize and (self._groups_changed() or (some_frozen and self._thawed())):
+        changed = self._should_synchronize and (self._groups_changed() or bool(some_frozen and self._thawed()))
+        if self._trace is not None and (self._should_synchronize or self._step.reduced):
+            self._trace.check()
+        if changed:
             self.synchronize()
         if self._step.reduced:
             # Gradients were reduced before this call: other ranks may still read the parameters.
@@ -320,7 +373,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         began = time.perf_counter()
         if self._copies is not None:
             self._copies.before_step()
-        inner.step()
+        bare_step(inner, self._base_class)
         meter.optimizer_s += time.perf_counter() - began
         self._shard_state.adopt()
         if self._copies is not None:
@@ -384,7 +437,13 @@ class ShardedOptimizer(_DistributedOptimizer):
         for parameter, view in shards.values():
             parameter.data = view.clone()
         shards.release()
+        self._drop_trace()
         self._shards = self._inner = self._copies = None
+
+    def _drop_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.remove()
+            self._trace = None
 
     # --- steps that can be taken back -----------------------------------------------------------------------------
 
@@ -412,6 +471,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             return
         if self._shards is not None:
             self._shards.release()
+        self._drop_trace()
         self._shards = self._inner = self._copies = self._before = None
         for parameter, value in values.items():
             parameter.data = value
@@ -430,15 +490,21 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._shard_state.present()
         return super().state_dict(*args, **kwargs)
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Register a hook, on all ranks: it sees whole gradients, which the ranks gather in every step from now on."""
+        return super().register_step_pre_hook(hook)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole state, saved by any number of ranks or by a plain optimizer; call it on all ranks."""
         if self._shards is None or self._runtime is not engine.current_runtime():
             super().load_state_dict(*args, **kwargs)
             return
-        torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
-        if self._shard_state.fits() and not self._step.backward_began:
+        self._complete_begun_step()
+        self._load_in_place(*args, **kwargs)
+        if self._shards is None:  # a broken world
+            return
+        if self._shard_state.fits():
             self._shard_state.load()
         else:
-            # Other step counts, other entries, or gradients in flight: shard again in the next step.
-            self.leave_world()
+            self.leave_world()  # other step counts or other entries: shard again in the next step
             self._start_over()

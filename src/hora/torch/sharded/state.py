@@ -63,6 +63,7 @@ class ShardState:
         self.flats: dict[Place, torch.Tensor] = {}
         self.slices: dict[Place, torch.Tensor] = {}
         self._adopted = False
+        self._num_entries = -1  # of this rank's shards; -1: look for new ones
 
     def num_bytes(self) -> int:
         """Return the size of parameters and state in shared memory."""
@@ -115,7 +116,7 @@ class ShardState:
                 if idle not in self._inner.state and scalars:
                     keys = _elementwise_keys(whole, self._members(index))
                     self._inner.state[idle] = {**{key: torch.zeros_like(idle) for key in keys}, **scalars}
-        self._adopted = False
+        self._adopted, self._num_entries = False, -1
         if self._shards.shared and self._inner.state:
             self.present()
 
@@ -152,20 +153,59 @@ class ShardState:
         if self._shards.shared:
             self.present()
 
+    def take_in_new(self) -> bool:
+        """Gather entries that the optimizer has made since the state was sharded; return whether there are some.
+
+        A momentum that is switched on later makes them, on all ranks in the same step (collective).
+        """
+        shards = self._inner.param_groups
+        known = self._num_entries
+        self._num_entries = sum(len(self._inner.state.get(p, ())) for group in shards for p in group["params"])
+        if self._num_entries == known:
+            return False
+        is_new = False
+        for index, bucket in enumerate(self._shards.buckets):
+            kinds = {self.parameter_kinds.of[parameter] for parameter in bucket.spec.parameters}
+            found = {key: value for kind in sorted(kinds) for key, value in self._new_entries(index, kind).items()}
+            is_new = is_new or bool(found)
+            for key in sorted(found):
+                self.entries[index, key] = found[key].dtype
+                mine = torch.zeros_like(bucket.values[bucket.part], dtype=found[key].dtype)
+                for shard in self._shards.owned:
+                    value = self._inner.state.get(shard.parameter, {}).get(key)
+                    if shard.bucket == index and isinstance(value, torch.Tensor):
+                        mine[shard.part].copy_(value)
+                self.slices[index, key] = mine
+                if self._shards.shared:
+                    self.flats[index, key] = self._gather(index, key, mine)
+        return is_new
+
+    def _new_entries(self, index: int, kind: int) -> dict[str, torch.Tensor]:
+        """Return the elementwise entries of this kind that bucket `index` does not have, as one shard has them."""
+        shard, state = self._inner_state(kind)
+        return {
+            key: state[key] for key in _elementwise_keys({shard: state}, [shard]) if (index, key) not in self.entries
+        }
+
     def _home(self, shard: Shard, key: str) -> torch.Tensor:
         return self.slices[shard.bucket, key][shard.part]
 
     def present(self) -> None:
         """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
         flats = self.flats if self._shards.shared else self._gathered()
-        for index, bucket in enumerate(self._shards.buckets):
-            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                _, mine = self._inner_state(self.parameter_kinds.of[parameter])
-                for key, value in mine.items():
-                    flat = flats.get((index, key))
-                    # One copy each: a plain optimizer counts the steps of every parameter separately.
-                    whole = copied(value) if flat is None else view_like(flat, offset, parameter)
-                    self._optimizer.state[parameter][key] = whole
+        places = {
+            parameter: (index, offset)
+            for index, bucket in enumerate(self._shards.buckets)
+            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)
+        }
+        for parameter, kind in self.parameter_kinds.of.items():  # in the order of a plain optimizer's state
+            index, offset = places[parameter]
+            _, mine = self._inner_state(kind)
+            for key, value in mine.items():
+                flat = flats.get((index, key))
+                # One copy each: a plain optimizer counts the steps of every parameter separately.
+                whole = copied(value) if flat is None else view_like(flat, offset, parameter)
+                self._optimizer.state[parameter][key] = whole
 
     def _inner_state(self, kind: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return one of this rank's shards of this kind, and its state; empty before the first step."""
@@ -183,13 +223,16 @@ class ShardState:
         return found
 
     def _gathered(self) -> dict[Place, torch.Tensor]:
+        return {
+            (index, key): self._gather(index, key, part) for (index, key), part in self.slices.items() if key != VALUES
+        }
+
+    def _gather(self, index: int, key: str, part: torch.Tensor) -> torch.Tensor:
+        """Return an entry of a whole bucket (collective); `part` is this rank's slice."""
         set_id = self._optimizer.process_set.process_set_id
-        whole: dict[Place, torch.Tensor] = {}
-        for (index, key), part in self.slices.items():
-            if key != VALUES:
-                name = f"state.{key}.{self.specs[index].name}"
-                request = self._shards.runtime.submit(Kind.ALLGATHER, [part], name=name, process_set_id=set_id)
-                (whole[index, key],) = request.result()
+        name = f"state.{key}.{self.specs[index].name}"
+        request = self._shards.runtime.submit(Kind.ALLGATHER, [part], name=name, process_set_id=set_id)
+        (whole,) = request.result()
         return whole
 
     def unite(self) -> None:
