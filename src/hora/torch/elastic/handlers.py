@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 
 from hora import engine
 from hora.torch.functions import broadcast_object, broadcast_parameters
+from hora.torch.optimizer.base import _DistributedOptimizer
 from hora.torch.optimizer.state import broadcast_optimizer_state
 
 
@@ -95,6 +96,9 @@ class StateHandler:
     def sync(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
+    def discard_step(self) -> None:
+        """Forget the part of a step that was made before it failed; `restore` may follow."""
+
     def set_value(self, value: Any) -> None:
         """Track another value from now on, and save it."""
         self.value = value
@@ -160,14 +164,39 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """Handles an optimizer: its state and its groups' options."""
+    """Handles an optimizer: its state, its groups' options, and the gradients of the passes since its last step."""
+
+    def save(self) -> None:
+        super().save()
+        if isinstance(self.value, _DistributedOptimizer) and (kept := self.value.accumulated()):
+            self._saved[_ACCUMULATED] = snapshot(kept, None)
+
+    def restore(self) -> None:
+        kept = self._saved.get(_ACCUMULATED, {})
+        self.value.load_state_dict(
+            snapshot({key: value for key, value in self._saved.items() if key != _ACCUMULATED}, None)
+        )
+        if isinstance(self.value, _DistributedOptimizer):
+            self.value.resume_step(snapshot(kept, None))
+
+    def discard_step(self) -> None:
+        if isinstance(self.value, _DistributedOptimizer):
+            self.value.discard_step()
 
     def broadcast(self, root_rank: int) -> None:
         broadcast_optimizer_state(self.value, root_rank=root_rank)
 
 
 class SamplerStateHandler(SnapshotHandler):
-    """Handles an ElasticSampler (epoch and progress), a learning-rate scheduler or a GradScaler."""
+    """Handles an ElasticSampler (epoch and progress) or a learning-rate scheduler."""
+
+
+class ScalerStateHandler(SnapshotHandler):
+    """Handles a GradScaler."""
+
+    def discard_step(self) -> None:
+        # What it remembers from `unscale_` to `update` is no part of its state dict.
+        self.value._per_optimizer_states.clear()
 
 
 class GeneratorStateHandler(SnapshotHandler):
@@ -183,12 +212,14 @@ class GeneratorStateHandler(SnapshotHandler):
         self.value.set_state(broadcast_object(self.value.get_state(), root_rank=root_rank, name="elastic.generator"))
 
 
+_ACCUMULATED = "accumulated"  # beside the entries of an optimizer's state dict, which no optimizer loads
+
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, SamplerStateHandler),
-    (torch.amp.GradScaler, SamplerStateHandler),
+    (torch.amp.GradScaler, ScalerStateHandler),
     (torch.Generator, GeneratorStateHandler),
 ]
 

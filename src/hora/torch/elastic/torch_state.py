@@ -182,12 +182,12 @@ class TorchState(ObjectState):
 
     def restore(self) -> None:
         """Go back to the last commit, or with `per_step` to the last step."""
+        for handler in self._handlers.values():
+            handler.discard_step()
         last = self._last
         if last is None:
             self._load_saved()
             return
-        for optimizer in self._optimizers():
-            optimizer.discard_step()
         if last.begun:
             super().restore()
             for small in self._copied:
@@ -300,6 +300,9 @@ class TorchState(ObjectState):
                 optimizer.leave_world()
             # Every rank's snapshot is whole. Other ranks may have written to the old shared memory since.
             self.restore()
+        else:
+            for optimizer in self._optimizers():
+                optimizer.change_worlds()
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
