@@ -1,10 +1,11 @@
 """Chaos test: random faults during elastic training on four ranks. `python tests/integration/chaos.py --faults 100`.
 
 Ranks are killed, stopped and terminated, one or two at a time, also while the other ranks recover. Their slots become
-available again after a second, and new workers join. At the end all epochs must have covered every sample, the weights
-must equal those of an undisturbed run of the same steps, no committed step may be lost, and no process may remain.
+available again after a second, and new workers join. About every fourth step ends with a commit, as the
+seed chooses. At the end all epochs must have covered every sample, the weights must equal those of an undisturbed run
+of the same steps, no committed step may be lost, and no process may remain.
 
-With `--per-step` the script never commits. No step may be lost, and losses, weights and optimizer state must equal, bit
+With `--per-step` a commit copies nothing. No step may be lost, and losses, weights and optimizer state must equal, bit
 for bit, those of a run with the same ranks in the same steps.
 
 With `--hosts` the ranks run on three hosts, which are network namespaces (requires root); the first one runs the
@@ -63,10 +64,12 @@ class Chaos:
         per_step: bool = False,
         environment: dict[str, str] | None = None,
         durable: str = "",
+        more: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         self.random = random.Random(seed)
         plan = {"samples": 96, "epochs": 10**6, "pause_s": pause_s, "per_step": per_step, "durable": durable}
+        plan |= {"commits": seed, **(more or {})}
         arguments = {"num_proc": num_proc, "min_num_proc": 1, "cooldown_range": (1, 1), **arguments}
         self.job = ElasticJob(work, plan, ENVIRONMENT | (environment or {}), **arguments)
         self.hurt: set[int] = set()
@@ -290,6 +293,7 @@ class StoreChaos(HostChaos):
     def __init__(self, work: Path, seed: int, hosts: list[Host], disk: Path, ssh: str, etcd: Etcd, per_step: bool):
         self.random, self.hosts, self.disk, self.etcd = random.Random(seed), hosts, disk, etcd
         plan = {"samples": 96, "epochs": 10**6, "pause_s": 0.05, "per_step": per_step, "durable": str(disk / "commits")}
+        plan["commits"] = seed
         self.job = NodesJob(work, plan, {**ENVIRONMENT, "HORA_SSH": ssh}, hosts, etcd)
         self.hurt, self.faults, self.struck = set(), Counter(), []
 

@@ -7,7 +7,9 @@ defines which rank fails, when and how. This module runs on the workers and impo
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +23,11 @@ from hora import engine
 
 def train(plan: dict[str, Any]) -> dict[str, Any]:
     """Train as planned; return the final state of this rank."""
+    if "mutant" in plan:
+        sys.path.append(str(Path(__file__).parents[1]))
+        from mutants import MUTANTS
+
+        MUTANTS[plan["mutant"]]().start()
     hvd.init()
     net = network(seed=hvd.rank())  # sync makes the ranks equal
     optimizer = make_optimizer(net, plan.get("sharded", False), plan.get("diloco", False))
@@ -94,9 +101,10 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
             state.sizes.append(hvd.size())
             state.starts = starts
             misfortune(plan, state, "commit")
-            state.commit()
-            if hvd.rank() == 0:
-                progress(plan, state)
+            if commits(plan, state.steps):
+                state.commit()
+                if hvd.rank() == 0:
+                    progress(plan, state)
             if hvd.broadcast_object((Path(plan["folder"]) / "stop").exists(), name="stop"):
                 return
             if state.steps == plan.get("steps"):
@@ -107,6 +115,12 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
         state.commit()
         if hvd.broadcast_object((Path(plan["folder"]) / "last_epoch").exists(), name="last epoch"):
             return
+
+
+def commits(plan: dict[str, Any], step: int) -> bool:
+    """Return whether this step ends with a commit: each does, or with a seed in the plan about every fourth."""
+    seed = plan.get("commits")
+    return seed is None or random.Random(f"{seed} {step}").random() < 0.25
 
 
 def network(seed: int) -> torch.nn.Module:

@@ -18,6 +18,17 @@ def test_chaos_of_a_few_faults(tmp_path: Path):
     Chaos(tmp_path, seed=1).run(4)
 
 
+@pytest.mark.parametrize("name", ["restore forgets the model", "sync forgets the model"])
+def test_chaos_notices_mutants(tmp_path: Path, name: str):
+    """Training that commits now and then goes back several steps."""
+    chaos = Chaos(tmp_path, seed=1, more={"mutant": name})
+    try:
+        with pytest.raises(AssertionError):
+            chaos.run(4)
+    finally:
+        chaos.job.kill()
+
+
 def test_500_steps_with_20_deaths_are_bit_identical_to_500_steps_without(tmp_path: Path):
     with mock.patch("chaos.FAULTS", [signal.SIGKILL]):
         Chaos(tmp_path, seed=2, per_step=True).run(20, min_steps=500)
