@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from job_process import HOROVODRUN, JobProcess, run_command
+
+import other_user
+from waiting import wait_until
 
 PROGRAM = """
 import os, signal, sys
@@ -147,4 +151,49 @@ def test_a_rank_that_reads_no_answers_of_its_mpi_world_holds_up_nobody(tmp_path)
     assert job.wait() == 0, job.text()
     assert "[1]<stdout>:the agent forwards output" in job.text()
     assert "[0]<stdout>:answers b'cmd=put_result rc=0 msg=success\\n' True" in job.text()
+    job.assert_nothing_left()
+
+
+STRANGER = """
+import socket, sys
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60) for _ in range(50)]
+print("holds", flush=True)
+sys.stdin.read()
+"""
+JOINS = """
+import ctypes, os, time
+from pathlib import Path
+while not Path("strangers are there").exists():
+    time.sleep(0.05)
+library, me = ctypes.CDLL("libpmix.so.2"), ctypes.create_string_buffer(260)
+assert library.PMIx_Init(me, None, 0) == 0 and library.PMIx_Fence(None, 0, None, 0) == 0
+print("joined as", os.environ["PMIX_RANK"], flush=True)
+library.PMIx_Finalize(None, 0)
+"""
+
+
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_silent_connections_of_another_user_do_not_keep_ranks_from_their_mpi_world(tmp_path):
+    """The library reads from one connection after another, 10 s from a silent one: only its own user's reach it."""
+    try:
+        ctypes.CDLL("libpmix.so.2")
+    except OSError:
+        pytest.skip("no Open MPI with PMIx")
+    job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, "-c", JOINS], tmp_path, HORA_MPI="1")
+
+    def ports() -> list[int]:
+        found = [c for p in job.agents()[1:] for c in p.net_connections("tcp") if c.status == "LISTEN"]
+        return [c.laddr.port for c in found]
+
+    wait_until("the agent listens for its ranks", ports)
+    strangers = [other_user.start(STRANGER, str(port)) for port in ports()]
+    try:
+        assert all(stranger.stdout.readline() == "holds\n" for stranger in strangers)
+        (tmp_path / "strangers are there").touch()
+        assert job.wait() == 0, job.text()
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.communicate()
+    assert all(f"joined as {rank}" in job.text() for rank in (0, 1))
     job.assert_nothing_left()

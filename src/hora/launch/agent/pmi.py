@@ -13,6 +13,8 @@ import os
 import re
 import selectors
 import socket
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 _STRING, _UINT16, _UINT32, _INFO, _ARRAY, _RANK = 3, 13, 14, 24, 39, 40  # pmix_data_type_t
@@ -22,6 +24,8 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 _KEY_BYTES, _NAMESPACE_BYTES = 512, 256
 _MAX_KEY_CHARS, _MAX_VALUE_CHARS, _MAX_VALUES_PER_RANK = 64, 1024, 4096  # of PMI-1
 _READ_BYTES = 64 * 1024
+_MAX_UNSENT_BYTES = 16 * 2**20
+_ESTABLISHED = "01"  # in /proc/net/tcp
 
 _Item = tuple[str, int, object]  # key, type, value
 
@@ -197,7 +201,10 @@ def _pmix_server(size: int, folder: str) -> ctypes.CDLL:
     callbacks = (ctypes.c_void_p * 64)()  # none: the library itself serves the ranks of one host
     keep: list[object] = []
     place: list[_Item] = [("pmix.srvr.tmpdir", _STRING, folder), ("pmix.sys.tmpdir", _STRING, folder)]
+    others = set(os.listdir("/proc/self/fd"))
     _call(library.PMIx_server_init, callbacks, *_packed(place, keep))
+    for descriptor in sorted(set(os.listdir("/proc/self/fd")) - others):
+        _guard_port(int(descriptor), folder)
     ranks, host = [str(rank) for rank in range(size)], socket.gethostname()
     job: list[_Item] = [
         ("pmix.nmap", _STRING, _generated(library.PMIx_generate_regex, host)),
@@ -220,6 +227,101 @@ def _pmix_server(size: int, folder: str) -> ctypes.CDLL:
         process = ctypes.byref(_Process(_NAMESPACE, rank))
         _call(library.PMIx_server_register_client, process, os.getuid(), os.getgid(), None, None, None)
     return library
+
+
+def _guard_port(descriptor: int, folder: str) -> None:
+    """If the library listens at a port there, let through to it only connections of our own user, or of root.
+
+    It reads from a connection before it knows whose it is, and reads nothing else meanwhile. So this process accepts at
+    the port and passes on what may pass, through a socket in a folder of its own, which the library gets instead.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if found.family != socket.AF_INET or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # its own name may be too long for a socket
+        place = f"/proc/{os.getpid()}/fd/{opened}/pmix"
+        with socket.socket(socket.AF_UNIX) as inner:
+            inner.bind(place)
+            inner.listen(128)
+            inner.setblocking(False)
+            os.dup2(inner.fileno(), descriptor, inheritable=False)
+        gate = Gate(found.dup(), place)
+        threading.Thread(target=gate.run, name="hora-pmix-gate", daemon=True).start()
+        # The library may wait at the port still: it wakes up and finds the other socket.
+        socket.create_connection(found.getsockname()[:2]).close()
+
+
+class Gate:
+    """Connections to a port of ours, passed on to a local socket if they are of our user."""
+
+    def __init__(self, listener: socket.socket, place: str) -> None:
+        self._listener, self._place = listener, place
+        self._selector = selectors.EpollSelector()
+        self._others: dict[socket.socket, socket.socket] = {}  # the two ends of each connection
+        self._unsent: dict[socket.socket, bytearray] = {}
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while True:
+            for key, events in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._others:
+                    self._serve(key.fileobj, events)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            outer, address = self._listener.accept()
+            try:
+                if _user_at(address, self._listener.getsockname()) not in (os.getuid(), 0):
+                    raise PermissionError
+                inner = socket.socket(socket.AF_UNIX)
+                try:
+                    inner.connect(self._place)
+                except OSError:
+                    inner.close()
+                    raise
+            except OSError:
+                outer.close()
+                return
+            for one, other in ((outer, inner), (inner, outer)):
+                one.setblocking(False)
+                self._others[one], self._unsent[one] = other, bytearray()
+                self._selector.register(one, selectors.EVENT_READ)
+
+    def _serve(self, sock: socket.socket, events: int) -> None:
+        other = self._others[sock]
+        try:
+            if events & selectors.EVENT_READ:
+                data = sock.recv(_READ_BYTES)
+                if not data or len(self._unsent[other]) > _MAX_UNSENT_BYTES:
+                    raise EOFError
+                self._unsent[other] += data
+            for end in (sock, other):
+                with contextlib.suppress(BlockingIOError):
+                    while self._unsent[end]:
+                        del self._unsent[end][: end.send(self._unsent[end])]
+        except (OSError, EOFError):
+            for end in (sock, other):
+                self._selector.unregister(end)
+                del self._others[end], self._unsent[end]
+                end.close()
+            return
+        for end in (sock, other):
+            self._selector.modify(end, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent[end] else 0))
+
+
+def _user_at(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """Return the user whose socket is the client's end of this connection on this machine; None: it has none (now)."""
+    wanted = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (client, server)
+    ]
+    with open("/proc/net/tcp") as file:
+        for fields in map(str.split, file):
+            if fields[1:3] == wanted and fields[3] == _ESTABLISHED:
+                return int(fields[7])
+    return None
 
 
 def _call(function: Callable[..., int], *args: object) -> None:
