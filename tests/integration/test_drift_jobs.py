@@ -107,3 +107,12 @@ def test_strict_ends_the_job_with_the_error(tmp_path, name):
     assert "end of rank" not in stdout
     assert "DriftError: the ranks have drifted apart" in stderr
     assert all(word in stderr for word in words), stderr
+
+
+def test_ranks_that_leave_the_loop_in_different_epochs_are_named(tmp_path):
+    program = NO_BROADCAST.replace("range(30)", "range(20 + 10 * hvd.rank())")
+    code, stdout, stderr = run(tmp_path, program)
+    assert code != 0
+    assert "end of rank 0" in stdout
+    assert "shut down by rank 0, which has made 20 steps; rank 1 reduces gradients of step 21" in stderr
+    assert "while rank 1 still needed it: did it leave early?" in stderr

@@ -48,6 +48,7 @@ from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
 from hora.errors import HorovodInternalError
 from hora.net.wire import Header, Stream, derived_secret, new_secret
+from hora.telemetry.meters import meter
 from hora.telemetry.stacks import current_line
 from hora.world import World
 
@@ -534,6 +535,8 @@ class Runtime:
         `behind`: this process continues in another world, and connections are closed meanwhile.
         """
         text = f"Horovod has been shut down by rank {self.world.rank}"
+        if meter.num_steps:  # the others may be in the middle of a later one
+            text += f", which has made {meter.num_steps} steps"
         self.status.close(text)
         for queue in self.sets.queues():
             queue.drain()

@@ -23,6 +23,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Reduce, ReduceOp
+from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 from hora.torch.drift.watch import DriftSettings, DriftWatch, Named
 from hora.torch.norms import check_finite
@@ -345,6 +346,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 # Now, as the others change sharded parameters once they have this rank's last bucket.
                 drift.take_digests(self.param_groups, *self._compared_tensors())
             reducer.finish()
+        except HorovodInternalError as error:
+            if not self._runtime.status.closing:
+                raise
+            # A rank has left the loop: in an earlier epoch, perhaps.
+            raise HorovodInternalError(
+                f"{error}; rank {self._runtime.world.rank} reduces gradients of step {meter.num_steps + 1}"
+            ) from None
         finally:
             self._step = StepState()
         if drift is not None and is_due:
