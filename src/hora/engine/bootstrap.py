@@ -284,7 +284,7 @@ class Bootstrap:
             segment = self.share(key, ranks, 1)  # the others wait for a segment: its size tells them
         return segment if segment.num_bytes >= num_bytes else None
 
-    def _streams(self, key: str, ranks: Sequence[int]) -> Streams:
+    def _streams(self, key: str, ranks: Sequence[int], *, sealed: bool) -> Streams:
         """Open connections between these ranks, one per direction of each pair (collective)."""
         limit_s = self.config.init_timeout_s
         others = [(member, rank) for member, rank in enumerate(ranks) if rank != self._world.rank]
@@ -293,40 +293,57 @@ class Bootstrap:
         self.keys.fetch(ranks)
         try:
             for member, rank in others:
-                outgoing[member] = self.open_stream(rank, key)
+                outgoing[member] = self.open_stream(rank, key, sealed=sealed)
             for member, rank in others:
-                incoming[member] = self.take_stream(rank, key, limit_s=limit_s)
+                incoming[member] = self.take_stream(rank, key, limit_s=limit_s, sealed=sealed)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
             raise
         return Streams(outgoing, incoming)
 
-    def open_stream(self, rank: int, key: str) -> Stream:
+    def open_stream(self, rank: int, key: str, *, sealed: bool = False) -> Stream:
         """Open a stream to a rank of another host, or of this one without the native part."""
         limit_s = self.config.init_timeout_s
         stream = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
-        return stream if self._encrypts(rank) else Stream(stream.sock)
+        return stream if self._encrypts(rank, sealed=sealed) else Stream(stream.sock)
 
-    def take_stream(self, rank: int, key: str, *, limit_s: float = 0.0) -> Stream:
+    def take_stream(self, rank: int, key: str, *, limit_s: float = 0.0, sealed: bool = False) -> Stream:
         """Return the stream that this rank has opened to this one. Raises TimeoutError if there is none."""
         stream = self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s)
-        return stream if self._encrypts(rank) else Stream(stream.sock)
+        return stream if self._encrypts(rank, sealed=sealed) else Stream(stream.sock)
 
-    def _encrypts(self, rank: int) -> bool:
+    def open_sealed_stream(self, rank: int, key: str) -> Stream:
+        """Open a stream that may carry objects."""
+        return self.open_stream(rank, key, sealed=True)
+
+    def take_sealed_stream(self, rank: int, key: str) -> Stream:
+        """Return the stream for objects that this rank has opened to this one. Raises TimeoutError."""
+        return self.take_stream(rank, key, sealed=True)
+
+    def seals_objects(self, ranks: Sequence[int]) -> bool:
+        """Return whether objects of these ranks need streams of their own: tensors are sent in clear."""
+        return self.config.encrypt == "never" and not self.can_share(ranks)
+
+    def _encrypts(self, rank: int, *, sealed: bool) -> bool:
         """Return whether streams to and from this rank are encrypted. Both ends make the same decision."""
         wish = self.config.encrypt
-        return wish == "always" or (wish == "auto" and rank not in self._near)
+        return wish == "always" or (wish == "auto" and rank not in self._near) or (wish == "never" and sealed)
 
-    def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
-        """Return the topology of these ranks for a transport. `label` names their set permanently."""
+    def topology(
+        self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None], *, sealed: bool = False
+    ) -> Topology:
+        """Return the topology of these ranks for a transport. `label` names their set permanently.
+
+        `sealed`: streams are encrypted even if tensors are sent in clear.
+        """
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
         return Topology(
             ranks=ranks,
             member=list(ranks).index(self._world.rank),
             hosts=self.sharing,
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
-            streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
+            streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some, sealed=sealed),
             store=lambda name: ControlStore(
                 self._rendezvous.client, prefix=f"{prefix}/{name}/", timeout_s=limit_s, check_alive=check_alive
             ),

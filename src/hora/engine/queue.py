@@ -54,11 +54,21 @@ _SETTLE_LIMIT_S = 600.0  # for work that is queued on a GPU
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
 
+OBJECTS = "objects"  # the transport of tensors in host memory that may be pickled objects, if they have their own
+_MOVES = frozenset((Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL))
+
+
+def _may_be_objects(batch: Batch) -> bool:
+    """Return whether these are pickled objects or their sizes, as torch.distributed's object collectives send them."""
+    return batch.kind in _MOVES and batch.devices == "cpu" and {"uint8", "int64"}.issuperset(batch.signature.dtypes)
+
+
 class QueueWorld(NamedTuple):
     """The part of a world that all its queues need.
 
     `change_sets` executes a batch about the process sets themselves and returns the answer for its requests. `on_idle`
     is called when nothing is in flight any more while the world is closing. `core`: where background threads run.
+    `seals_objects`: tensors in clear are allowed, but not those that may be pickled objects.
     """
 
     rank: int
@@ -67,6 +77,7 @@ class QueueWorld(NamedTuple):
     change_sets: Callable[[Batch], int | Segment | None]
     on_idle: Callable[[], None]
     core: int | None
+    seals_objects: bool = False
 
 
 class OperationQueue(ProgressEngine):
@@ -254,7 +265,8 @@ class OperationQueue(ProgressEngine):
             self._execute_collective(batch, requests)
 
     def _execute_collective(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
-        transport = self.transport(batch.devices)
+        sealed = self.world.seals_objects and _may_be_objects(batch)
+        transport = self.transport(OBJECTS if sealed else batch.devices)
         self._stalls.begin(batch.kind.name)
         if self.recorder.timeline is None:
             self._run(batch, requests, transport)

@@ -36,7 +36,7 @@ from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.point_to_point import Messages
-from hora.engine.queue import OperationQueue, QueueWorld
+from hora.engine.queue import OBJECTS, OperationQueue, QueueWorld
 from hora.engine.repeated import CallPlan, RepeatedCalls
 from hora.engine.request import CollectiveCall, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.schedule import ReductionSchedule
@@ -231,7 +231,15 @@ class ProcessSets:
         return OperationQueue(
             number,
             ranks,
-            QueueWorld(rank, runtime.status, runtime.recorder, self._execute, runtime.leave_if_idle, self._core()),
+            QueueWorld(
+                rank,
+                runtime.status,
+                runtime.recorder,
+                self._execute,
+                runtime.leave_if_idle,
+                self._core(),
+                len(ranks) > 1 and runtime.peers.seals_objects(ranks),
+            ),
             negotiation=self._make_negotiation(serial, ranks, limit_s),
             planner=BatchPlanner(
                 ranks,
@@ -257,8 +265,10 @@ class ProcessSets:
         ranks, runtime = self.ranks(number), self._runtime
         if len(ranks) == 1:
             return LocalTransport()
-        topology = runtime.peers.topology(f"set{self.serial(number)}", device, ranks, runtime.status.check_alive)
-        return make_transport(topology, device, self.queue(number).transport)
+        topology = runtime.peers.topology(
+            f"set{self.serial(number)}", device, ranks, runtime.status.check_alive, sealed=device == OBJECTS
+        )
+        return make_transport(topology, "cpu" if device == OBJECTS else device, self.queue(number).transport)
 
     def _core(self) -> int | None:
         cores, local_rank = self._runtime.config.thread_affinity, self._world.local_rank
@@ -521,7 +531,8 @@ class Runtime:
         if self._messages is None:
             near, segment, ways, bootstrap = [0], None, (_no_stream, _no_stream), self._bootstrap
             if bootstrap is not None:
-                near, ways = bootstrap.beside(range(self.world.size)), (bootstrap.open_stream, bootstrap.take_stream)
+                near = bootstrap.beside(range(self.world.size))
+                ways = bootstrap.open_sealed_stream, bootstrap.take_sealed_stream
             if len(near) > 1:
                 segment = self.peers.share("messages", near, Messages.num_bytes(len(near)))
             self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
