@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hora.engine.shm import segment as segment_module
-from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
+from hora.engine.shm.segment import PAGE_BYTES, Segment, SharedMemory, Window, aligned
 
 
 def test_two_mappings_see_the_same_bytes():
@@ -76,3 +76,42 @@ def test_available_memory_is_positive_and_within_the_total():
 @pytest.mark.parametrize(("num_bytes", "expected"), [(0, 0), (1, 64), (64, 64), (65, 128)])
 def test_alignment(num_bytes, expected):
     assert aligned(num_bytes, 64) == expected
+
+
+def test_a_window_shows_a_piece_until_its_values_are_kept():
+    segment = Segment.create(3 * PAGE_BYTES)
+    memory = SharedMemory(segment)
+    memory.reserve(PAGE_BYTES)
+    piece = memory.take(PAGE_BYTES // 2 + 3, torch.bfloat16, copied=False)
+    window = Window(piece)
+    view = window.tensor[5:].view(-1)
+    piece.fill_(1.0)
+    assert (view == 1).all()
+    view[0] = 2.0
+    assert piece[5] == 2.0
+    window.keep()
+    piece.fill_(3.0)
+    assert (view[1:] == 1).all()
+    view.fill_(4.0)
+    assert (piece == 3).all()
+    del window
+    assert (view == 4).all()
+    segment.close()
+
+
+def test_nothing_is_left_after_a_windows_tensors_are_gone():
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return maps.read().count("hora-test-window")
+
+    segment = Segment.create(2**20, label="hora-test-window")
+    piece = SharedMemory(segment).take(2**18, torch.float32, copied=False)
+    view = Window(piece).tensor[1:]
+    kept = Window(piece)
+    kept.keep()
+    assert mapped() == 2
+    del view
+    assert mapped() == 1
+    segment.close()
+    del piece, segment, kept
+    assert mapped() == 0

@@ -92,6 +92,32 @@ class Segment:
             self.memory.close()
 
 
+class Window:
+    """A second mapping of a piece that `SharedMemory.take` returned, unmapped with its last tensor.
+
+    Whoever keeps a tensor of a window can keep its values too, while the piece is written again: `keep`.
+    """
+
+    def __init__(self, piece: torch.Tensor) -> None:
+        self.num_bytes = aligned(piece.nbytes)
+        # An old size of 0 maps shared pages once more.
+        address = _libc.mremap(piece.data_ptr(), 0, self.num_bytes, _MREMAP_MAYMOVE, None)
+        if address == _FAILED:
+            raise MemoryError(f"cannot map {self.num_bytes / 2**20:.1f} MiB of shared memory a second time")
+        self.address = address
+        raw = (ctypes.c_uint8 * piece.nbytes).from_address(address)
+        _windows[address] = self.num_bytes
+        weakref.finalize(raw, _unmap, address, self.num_bytes).atexit = False
+        self.tensor = torch.from_numpy(np.frombuffer(memoryview(raw), dtype=np.uint8)).view(piece.dtype)
+
+    def keep(self) -> None:
+        """Replace the mapping with private memory of the same contents at the same address."""
+        copy = _copy(self.address, self.num_bytes, [(0, self.num_bytes)])
+        if copy.private == _FAILED or not _replace(copy):
+            raise MemoryError(f"there is no memory to keep {self.num_bytes / 2**20:.1f} MiB that a program still uses")
+        _windows.pop(self.address)
+
+
 class SharedMemory:
     """A segment that all members of a set have mapped, allocated piece by piece. Every member takes the same pieces in
     the same order.
@@ -162,6 +188,7 @@ class _Copy(NamedTuple):
 
 
 _copies: dict[int, list[_Copy]] = {}  # by the thread that forks
+_windows: dict[int, int] = {}  # address and bytes of each whose mapping is shared
 
 
 def _copy_in_children(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
@@ -171,11 +198,21 @@ def _copy_in_children(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
 
 def _before_fork() -> None:
     live = [(memory, pieces) for memory, pieces in _copied.items() if not memory.closed]
-    _copies[threading.get_ident()] = [_copy(memory, pieces) for memory, pieces in live]
+    of_memory = [_copy(_address_of(memory), len(memory), pieces) for memory, pieces in live]
+    of_windows = [_copy(address, num_bytes, [(0, num_bytes)]) for address, num_bytes in [*_windows.items()]]
+    _copies[threading.get_ident()] = of_memory + of_windows
 
 
-def _copy(memory: mmap.mmap, pieces: list[tuple[int, int]]) -> _Copy:
-    address, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+def _unmap(address: int, num_bytes: int) -> None:
+    _windows.pop(address, None)
+    _libc.munmap(address, num_bytes)
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _copy(address: int, num_bytes: int, pieces: list[tuple[int, int]]) -> _Copy:
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     private = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
     if private != _FAILED:
@@ -192,11 +229,17 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     for copy in _copies.get(threading.get_ident(), []):
-        size, flags = copy.num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED
-        if copy.private == _FAILED or _libc.mremap(copy.private, size, size, flags, copy.address) == _FAILED:
-            _refuse(size)
+        if copy.private == _FAILED or not _replace(copy):
+            _refuse(copy.num_bytes)
     _copies.clear()
     _copied.clear()
+    _windows.clear()
+
+
+def _replace(copy: _Copy) -> bool:
+    """Put a copy in place of its mapping."""
+    size, flags = copy.num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED
+    return bool(_libc.mremap(copy.private, size, size, flags, copy.address) != _FAILED)
 
 
 def _refuse(num_bytes: int) -> None:

@@ -5,13 +5,19 @@ starts the reduction. `.grad` becomes a view of the bucket, so results are not c
 the buckets lie in it and are reduced in place. `finish` reduces the last bucket on the thread that waits for it.
 `order` agrees on the layout; the optimizer calls `ready` and `finish`.
 
+Users may do anything to a `.grad`: give it other memory, move its storage (`share_memory`), keep it over steps. So it
+is a new tensor in every step, on a storage that the engine does not use itself (`_lend`), and in the next step its
+address says whether it still is in the bucket. What somebody still holds then keeps its memory, and the bucket gets
+other.
+
 States of a bucket: filling --last gradient--> full, and started if it may overlap --finish--> filling.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -20,7 +26,7 @@ from hora import engine
 from hora.engine.request import Kind, Reduce
 from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.reduction import SharedMemoryReduction
-from hora.engine.shm.segment import SharedMemory
+from hora.engine.shm.segment import SharedMemory, Window
 from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
@@ -30,6 +36,28 @@ from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, Requ
 SMALL_BYTES = 16 * 1024
 # Up to this many bytes over all members, every member reduces everything: waiting for slices would take longer.
 _DIRECT_BYTES = 256 * 1024
+
+
+# Of a storage, by its address: tensors and others that hold it.
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+is_set_to, gradient_of = torch.Tensor.is_set_to, attrgetter("grad")
+
+
+def apart(flat: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory on a storage of its own, which can be moved without moving this one's."""
+    if flat.device.type != "cpu":
+        return flat  # device memory is shared where it is
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
+
+
+def alike(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return whether a parameter or its gradient fits the place that it got."""
+    return (tensor.dtype, tensor.shape, tensor.device) == (view.dtype, view.shape, view.device)
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Describe a tensor in an error."""
+    return f"{tensor.dtype}, shape {list(tensor.shape)}, on {tensor.device}"
 
 
 def release_all(reductions: Sequence[Reduction]) -> None:
@@ -66,9 +94,10 @@ class Bucket:
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
         self.converts = self._casts  # or a gradient is sparse: `.grad` is not a view of the result
-        self._views = spec.views(flat)
+        self._spec, self._names = spec, options.names
         # Where gradients are written: the buffer itself, or this turn's input of a direct reduction.
-        self.places = [(flat, self._views)]
+        self._is_direct = isinstance(reduction, SharedMemoryReduction) and reduction.out is not None
+        self.places = [(flat, spec.views(flat))]
         if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
             mine = [views[options.member] for views in reduction.places]
             self.places = [(place, spec.views(place)) for place in mine]
@@ -77,6 +106,57 @@ class Bucket:
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
         self.small: list[int] = []  # gradients that arrived and are not copied yet
+        self._was_moved = False  # the storage of the views, in this step
+        self._lend()
+
+    def _lend(self) -> None:
+        """Make the views of `flat` that users get: on a storage of their own, which they can move or keep."""
+        in_window = not self._casts and not self._is_private
+        self._window = Window(self.flat) if in_window else None
+        lent = apart(self.flat) if self._window is None else self._window.tensor
+        self.storage = lent.untyped_storage()
+        self.address = self.storage.data_ptr()
+        self.views = self._spec.views(lent)
+        del lent
+        self._num_uses = use_count(self.storage._cdata)
+
+    @property
+    def _is_private(self) -> bool:
+        """Return whether no other process has this memory."""
+        return self._is_direct or isinstance(self.reduction, RequestedReduction)
+
+    def begin(self) -> None:
+        """Begin a step. Gradients of earlier steps that somebody holds, apart from `.grad`, keep their memory."""
+        self._was_moved = False
+        num_uses = use_count(self.storage._cdata)
+        if self.storage.data_ptr() != self.address:
+            self._lend()
+        elif num_uses != self._num_uses:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                gradient = parameter.grad
+                if gradient is not None and not gradient.is_sparse and gradient.is_set_to(view):
+                    num_uses -= 1
+            if num_uses > self._num_uses:
+                self._give_away()
+
+    def _follow(self) -> None:
+        """Make other views where the storage of the last ones was moved."""
+        if self.storage.data_ptr() != self.address:
+            self._lend()
+            self._was_moved = True
+
+    def _give_away(self) -> None:
+        """Leave the memory that users see to them."""
+        if self._window is not None:
+            self._window.keep()
+        else:
+            self.flat = torch.zeros_like(self.flat)
+            assert isinstance(self.reduction, SharedMemoryReduction | RequestedReduction), self.reduction
+            self.reduction.replace(self.flat)
+            if not self._is_direct:
+                self.places = [(self.flat, self._spec.views(self.flat))]
+                self.gaps = [self._spec.gaps(self.flat)]
+        self._lend()
 
     @property
     def turn(self) -> int:
@@ -93,20 +173,37 @@ class Bucket:
 
     def fill(self, indices: Sequence[int]) -> None:
         """Copy gradients into the reduction's input. Unless the bucket casts, `.grad` becomes a view of the result."""
-        places = self.places[self.turn][1]
+        self._follow()
+        try:
+            self._fill(indices, self.places[self.turn][1])
+        except RuntimeError as error:
+            for index in indices:
+                parameter, view = self.parameters[index], self.views[index]
+                if self._casts or alike(parameter, view):
+                    continue
+                raise ValueError(
+                    f"{self._names[parameter]} is {described(parameter)} now, but its gradients are reduced as "
+                    f"{described(view)}: wrap the optimizer again after converting a model"
+                ) from error
+            raise
+
+    def _fill(self, indices: Sequence[int], places: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []
         for index in indices:
             parameter, place = self.parameters[index], places[index]
             gradient = parameter.grad
             if gradient is None:
                 place.zero_()
-                parameter.grad = torch.zeros_like(parameter) if self._casts else self._views[index]
+                parameter.grad = torch.zeros_like(parameter) if self._casts else self.views[index].data
                 continue
             if gradient.is_sparse:  # stays sparse until `give_back`
                 self.converts = True
                 torch.mul(gradient.detach().to_dense(), self._scale, out=place)
                 continue
-            if gradient is not place:
+            is_lent = gradient.is_set_to(self.views[index])
+            if not is_lent and not self._casts:
+                parameter.grad = self.views[index].data
+            if not is_lent or self._is_direct:
                 if gradient.requires_grad:
                     gradient = gradient.detach()
                 if self._residuals is not None:
@@ -115,8 +212,6 @@ class Bucket:
                 sources.append(gradient)
             elif self._scale != 1.0:
                 place.mul_(self._scale)
-            if not self._casts:
-                parameter.grad = self._views[index]
         copy_gradients(targets, sources, self._scale)
         if self._residuals is not None:
             self._note_residuals(indices, places, self._residuals)
@@ -130,17 +225,30 @@ class Bucket:
             if gradient is not None and not gradient.is_sparse:
                 torch.sub(gradient, places[index], out=residuals[index]).nan_to_num_(0.0, 0.0, 0.0)
 
+    def take_back(self) -> None:
+        """Make results the gradients again whose memory was moved while they were reduced."""
+        self._follow()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None or (not gradient.is_sparse and gradient.is_set_to(view)):
+                continue
+            if not self._was_moved:
+                raise ValueError(
+                    f"the gradient of {self._names[parameter]} was replaced while it was reduced, between "
+                    "backward() and step(): call optimizer.synchronize() before changing gradients"
+                )
+            parameter.grad = view.data
+
     def give_back(self) -> None:
         """Copy results to gradients that are not views of them."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad = view.to(parameter.dtype, copy=True)
-            elif gradient is not view:
-                if gradient.is_sparse:
-                    parameter.grad = view.to(parameter.dtype).to_sparse(1)
-                else:
-                    gradient.detach().copy_(view)
+            elif gradient.is_sparse:
+                parameter.grad = view.to(parameter.dtype).to_sparse(1)
+            elif not gradient.is_set_to(view):
+                gradient.detach().copy_(view)
 
 
 def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:
@@ -245,8 +353,8 @@ def _shared_bucket(
     schedule: ReductionSchedule, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory
 ) -> Bucket:
     num_turns = _num_turns(options, spec)
-    places = [  # a forked child sees only its parent's gradients
-        [memory.take(spec.num_elements, spec.dtype, copied=m == options.member) for m in range(options.num_members)]
+    places = [  # a forked child sees gradients through a `Window` alone
+        [memory.take(spec.num_elements, spec.dtype, copied=False) for _ in range(options.num_members)]
         for _ in range(num_turns)
     ]
     if num_turns == 1:
@@ -279,7 +387,6 @@ class Buckets(Reducer):
         self._buckets = buckets
         self._waits = [*(bucket.reduction.wait for bucket in buckets), *([] if others is None else [others.finish])]
         self._last = buckets[-1]
-        self._control = self._last.flat[-1]
         self._finalizer = weakref.finalize(self, release_all, [bucket.reduction for bucket in buckets])
         self._in_order = True
         self._next = 0
@@ -291,6 +398,8 @@ class Buckets(Reducer):
             self._others.ready(parameter)
             return
         bucket, number, index, is_small = where
+        if not bucket.num_ready:
+            bucket.begin()
         if is_small:
             bucket.small.append(index)
         else:
@@ -327,10 +436,17 @@ class Buckets(Reducer):
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        self.change_wanted = self._control.item() != 0.0
+        self.change_wanted = self._last.flat[-1].item() != 0.0
         for bucket in self._buckets:
             if bucket.converts:
                 bucket.give_back()
+                continue
+            try:
+                is_there = all(map(is_set_to, map(gradient_of, bucket.parameters), bucket.views))
+            except (RuntimeError, TypeError):  # sparse, or None
+                is_there = False
+            if not is_there or bucket.storage.data_ptr() != bucket.address:
+                bucket.take_back()
 
     def release(self) -> None:
         """Release the reductions; gradients that are views of the buckets keep the memory alive."""

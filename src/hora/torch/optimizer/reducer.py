@@ -134,6 +134,10 @@ class RequestedReduction:
         (result,) = request.result()
         return result
 
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Reduce this tensor from now on."""
+        self._tensor = tensor
+
     def release(self) -> None:
         """Do nothing: the engine keeps nothing between steps."""
 
