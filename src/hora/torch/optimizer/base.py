@@ -115,11 +115,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._runtime = engine.current_runtime()
         self._active = takes_part(options.process_set)
         meter.restart_step()
+        self._take_over()
         if self._active:
             # A fused step would let a GradScaler look for infinities in gradients that are not reduced yet.
             self._step_supports_amp_scaling = False
             self._register_hooks()
             _live[next(_numbers)] = self
+
+    def _take_over(self) -> None:
+        """Have an earlier optimizer of these parameters let go of them: a cell of a notebook was called again."""
+        mine = set(parameters_of(self))
+        for number, earlier in list(_live.items()):
+            if not mine.isdisjoint(earlier._hooked):
+                del _live[number]
+                earlier._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the parameters to a later optimizer."""
+        self.remove_hooks()
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 

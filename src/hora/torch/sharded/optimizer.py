@@ -371,6 +371,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             mine.update(self.param_groups[origin])  # changes by schedulers and users
             mine["params"] = members
         began = time.perf_counter()
+        moved = shards.take_in_moved(self._parameter_names)
         if self._copies is not None:
             self._copies.before_step()
         bare_step(inner, self._base_class)
@@ -379,6 +380,8 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._copies is not None:
             self._copies.after_step()
         shards.publish()
+        if moved:
+            shards.give_back(moved)
         meter.step_done()
         if self._drift is not None:
             self._drift.applied(self.param_groups)
@@ -429,13 +432,18 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
         return True
 
+    def _let_go(self) -> None:
+        super()._let_go()
+        if self._shards is not None and self._shards.shared:
+            self._shard_state.unite()
+        self.leave_world()
+
     def leave_world(self) -> None:
         """Go back to private whole parameters, to be loaded again: other ranks' slices are gone."""
         shards = self._shards
         if shards is None:
             return
-        for parameter, view in shards.values():
-            parameter.data = view.clone()
+        shards.let_go()
         shards.release()
         self._drop_trace()
         self._shards = self._inner = self._copies = None

@@ -12,7 +12,7 @@ last `ready` and the end of `step`. So `finish` reduces the last bucket, and `st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -27,8 +27,18 @@ from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.norms import total_norm
-from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import SMALL_BYTES, Layout, copy_gradients, make_reductions, release_all
+from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
+from hora.torch.optimizer.buckets import (
+    SMALL_BYTES,
+    Layout,
+    alike,
+    apart,
+    copy_gradients,
+    described,
+    is_set_to,
+    make_reductions,
+    release_all,
+)
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, Reduction, RequestedReduction
 
 # One bucket is filled while one is reduced; two more keep backward from waiting for ranks that are a little behind.
@@ -68,10 +78,32 @@ class ShardBucket:
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
         # Places and their gradients, which are copied once all have arrived.
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.lend()
         self._scale = scale  # differs from 1.0 only if gradients are not cast
         self.gaps = spec.gaps(gradients)  # values there would count in a norm
         self.reduction = reduction
         self._is_reduced = False
+
+    def lend(self) -> None:
+        """Make the parameters' values for users: on a storage of their own, which they may move."""
+        lent = apart(self.values)
+        self._lent_storage = lent.untyped_storage()
+        self.lent = self.spec.views(lent)
+        self.addresses = [view.data_ptr() for view in self.lent]
+
+    @property
+    def is_moved(self) -> bool:
+        """Return whether the storage for users was moved."""
+        return self._lent_storage.data_ptr() != self.values.data_ptr()
+
+    def take_in(self, index: int) -> None:
+        """Copy this rank's slice of a parameter, which is elsewhere, into the bucket."""
+        parameter, offset = self.spec.parameters[index], self.spec.offsets[index]
+        begin, end = max(offset, self.part.start), min(offset + parameter.numel(), self.part.stop)
+        if begin < end:
+            whole = torch.empty(parameter.numel(), dtype=self.values.dtype, device=self.values.device)
+            view_like(whole, 0, self.lent[index]).copy_(parameter.detach())
+            self.values[begin:end] = whole[begin - offset : end - offset]
 
     def is_free(self) -> bool:
         """Return whether all members are done with the bucket that uses the place earlier in this step."""
@@ -117,6 +149,19 @@ class ShardBucket:
         torch._foreach_zero_(self.gaps)
 
 
+def let_go(buckets: Sequence[ShardBucket]) -> None:
+    """Give the parameters of these buckets private memory again."""
+    for bucket in buckets:
+        for parameter, address in zip(bucket.spec.parameters, bucket.addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.detach().clone()
+
+
+def _is_used_elsewhere(parameter: torch.Tensor) -> bool:
+    """Return whether other processes may have this parameter's memory: `share_memory`, `torch.multiprocessing`."""
+    return parameter.is_cpu and parameter.is_shared()
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A run of elements of one bucket and one kind that this rank owns, as a parameter to step."""
@@ -160,15 +205,20 @@ class Shards(Reducer):
         }
         reductions = [*(bucket.reduction for bucket in self.buckets), *self._gathers]
         self._finalizer = weakref.finalize(self, release_all, reductions)
+        self._let_go = weakref.finalize(self, let_go, self.buckets)
+        self._let_go.atexit = False
         self._holding: list[ShardBucket] = []  # buckets with `held` gradients
         # Parameters become views of the buckets. In shared memory the first member's values apply.
         if not self.shared or self.member == 0:
-            for parameter, view in self.values():
-                view.copy_(parameter.detach())
+            for bucket in self.buckets:
+                for parameter, view in zip(bucket.spec.parameters, bucket.lent, strict=True):
+                    view.copy_(parameter.detach())
         if self.shared:
             runtime.barrier(self._set_id)
-        for parameter, view in self.values():
-            parameter.data = view
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.spec.parameters):
+                if not _is_used_elsewhere(parameter):
+                    parameter.data = bucket.lent[index].data
 
     def _make_own_buckets(self, specs: Sequence[BucketSpec]) -> None:
         """Create buckets with this rank's own parameters and gradients (collective)."""
@@ -241,14 +291,6 @@ class Shards(Reducer):
                 shards.append(Shard(parameter, kind, index, part, members))
         return shards
 
-    def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every parameter with its view of a bucket."""
-        return [
-            pair
-            for bucket in self.buckets
-            for pair in zip(bucket.spec.parameters, bucket.spec.views(bucket.values), strict=True)
-        ]
-
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def ready(self, parameter: torch.Tensor) -> None:
@@ -315,6 +357,43 @@ class Shards(Reducer):
                     view.copy_(parameter.grad)
                 parameter.grad = None
             bucket.gradient.copy_(flat[bucket.part])
+
+    # --- parameters that users have moved -------------------------------------------------------------------------
+
+    def take_in_moved(self, names: Mapping[torch.Tensor, str]) -> list[tuple[ShardBucket, int]]:
+        """Take the values of parameters that have other memory by now, before they are stepped."""
+        moved = []
+        for bucket in self.buckets:
+            try:
+                if not bucket.is_moved and all(map(is_set_to, bucket.spec.parameters, bucket.lent)):
+                    continue
+            except RuntimeError:  # on another device
+                pass
+            for index, (parameter, view) in enumerate(zip(bucket.spec.parameters, bucket.lent, strict=True)):
+                if not alike(parameter, view):
+                    raise ValueError(
+                        f"{names[parameter]} is {described(parameter)} now, but sharded=True has its values as "
+                        f"{described(view)}: wrap the optimizer again after converting a model"
+                    )
+                if bucket.is_moved or not parameter.is_set_to(view):
+                    bucket.take_in(index)
+                    moved.append((bucket, index))
+        return moved
+
+    def give_back(self, moved: Sequence[tuple[ShardBucket, int]]) -> None:
+        """Put the new values into parameters that have other memory, which is given up unless it is shared."""
+        for bucket, index in moved:
+            parameter = bucket.spec.parameters[index]
+            if bucket.is_moved:
+                bucket.lend()
+            if _is_used_elsewhere(parameter):
+                parameter.detach().copy_(bucket.lent[index])
+            else:
+                parameter.data = bucket.lent[index].data
+
+    def let_go(self) -> None:
+        """Give the parameters private memory again."""
+        self._let_go()
 
     # --- after the step -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.base import bare_copy, copied
 from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
+from hora.torch.optimizer.buckets import apart
 from hora.torch.sharded.shards import Shard, Shards
 
 VALUES = ""  # the parameters themselves, among the entries of the state
@@ -62,6 +63,7 @@ class ShardState:
         # What this rank has whole (in shared memory, and the parameters), and its slice of every entry.
         self.flats: dict[Place, torch.Tensor] = {}
         self.slices: dict[Place, torch.Tensor] = {}
+        self._lent: dict[Place, torch.Tensor] = {}  # what is shared, for users: on storages that they may move
         self._adopted = False
         self._num_entries = -1  # of this rank's shards; -1: look for new ones
 
@@ -142,6 +144,8 @@ class ShardState:
     def adopt(self) -> None:
         """Move state that the optimizer created in the first step of this layout into the slices."""
         if self._adopted:
+            if any(lent.data_ptr() != self.flats[place].data_ptr() for place, lent in self._lent.items()):
+                self.present()
             return
         self._adopted = True
         for shard in self._shards.owned:
@@ -192,7 +196,7 @@ class ShardState:
 
     def present(self) -> None:
         """Put the whole state into `optimizer.state`: views of shared memory, or gathered (then collective)."""
-        flats = self.flats if self._shards.shared else self._gathered()
+        flats = self._lend() if self._shards.shared else self._gathered()
         places = {
             parameter: (index, offset)
             for index, bucket in enumerate(self._shards.buckets)
@@ -206,6 +210,12 @@ class ShardState:
                 # One copy each: a plain optimizer counts the steps of every parameter separately.
                 whole = copied(value) if flat is None else view_like(flat, offset, parameter)
                 self._optimizer.state[parameter][key] = whole
+
+    def _lend(self) -> dict[Place, torch.Tensor]:
+        for place, flat in self.flats.items():
+            if place not in self._lent or self._lent[place].data_ptr() != flat.data_ptr():
+                self._lent[place] = apart(flat)
+        return self._lent
 
     def _inner_state(self, kind: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return one of this rank's shards of this kind, and its state; empty before the first step."""
