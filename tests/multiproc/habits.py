@@ -7,6 +7,7 @@ trains a replica for each host and averages the replicas after each step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -76,6 +77,15 @@ class Row:
 
     def end_step(self) -> None:
         """Run after a step, once hosts that train apart have averaged."""
+
+    def synchronize(self) -> None:
+        if self.wrap is not unwrapped:
+            self.optimizer.synchronize()
+
+    def step_reduced(self) -> None:
+        """Step after `synchronize`."""
+        with contextlib.nullcontext() if self.wrap is unwrapped else self.optimizer.skip_synchronize():
+            self.optimizer.step()
 
     def fill_missing(self) -> None:
         for parameter in self.net.parameters() if self.zeros_missing else ():
@@ -460,6 +470,78 @@ class SchedulerMadeFirst(Row):
         return super().parts() | {"scheduler": self.scheduler}
 
 
+class GradientsGivenData(Row):
+    def iterate(self, number, ranks, after_backward):
+        self.optimizer.zero_grad(set_to_none=number < 4)
+        self.mean_loss(ranks, number).backward()
+        after_backward()
+        self.synchronize()
+        if number == 2:
+            for parameter in self.net.parameters():
+                parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+        self.step_reduced()
+
+
+class ParametersGivenData(Row):
+    """As clipping in a WGAN, SAM, `vector_to_parameters` and `prune.remove` do."""
+
+    def end_step(self):
+        for parameter in self.net.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+class Converted(Row):
+    def end_step(self):
+        self.net.double()
+        self.net.to(self.dtype)
+
+
+class SharedByTorch(Row):
+    def end_step(self):
+        self.net.share_memory()
+
+
+class SentThroughAQueue(Row):
+    """The state of the model, to a process that evaluates it, and gradients."""
+
+    def finish_setup(self):
+        self.queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+
+    def end_step(self):
+        self.queue.put((self.net.state_dict(), [parameter.grad for parameter in self.net.parameters()]))
+        self.queue.get()
+
+
+class KeptGradients(Row):
+    """As PCGrad does: the gradients of two tasks, kept by reference over `zero_grad`."""
+
+    def iterate(self, number, ranks, after_backward):
+        kept = []
+        for task in range(2):
+            self.optimizer.zero_grad()
+            self.mean_loss(ranks, number + 100 * task).backward()
+            after_backward()
+            self.synchronize()
+            kept.append([parameter.grad for parameter in self.net.parameters()])
+        for parameter, first, second in zip(self.net.parameters(), *kept, strict=True):
+            parameter.grad = first + 2 * second
+        self.step_reduced()
+
+
+class CellCalledTwice(Row):
+    """The cell of a notebook that makes the optimizer, and one that still holds the first one."""
+
+    def iterate(self, number, ranks, after_backward):
+        if number in (2, 4):
+            self.held = self.optimizer if number == 4 else None
+            self.optimizer = self.wrap(self.plain_optimizer(), list(self.net.named_parameters()))
+            self.resumed()
+        super().iterate(number, ranks, after_backward)
+
+    def resumed(self) -> None:
+        """Let an elastic state adopt the new optimizer."""
+
+
 ROWS: dict[str, type[Row]] = {
     row.__name__: row
     for row in (
@@ -496,6 +578,13 @@ ROWS: dict[str, type[Row]] = {
         ClearedInPlace,
         MomentumSwitchedOn,
         SchedulerMadeFirst,
+        GradientsGivenData,
+        ParametersGivenData,
+        Converted,
+        SharedByTorch,
+        SentThroughAQueue,
+        KeptGradients,
+        CellCalledTwice,
     )
 }
 

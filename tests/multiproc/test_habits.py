@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from habits import COLUMNS, ROWS, compare
+from habits import COLUMNS, ROWS, Row, compare
+from torch import nn
 
 import horovod.torch as hvd
 
+# What programs do to the memory of parameters and gradients.
+MEMORY = (
+    "GradientsGivenData", "ParametersGivenData", "Converted", "SharedByTorch", "SentThroughAQueue", "KeptGradients",
+    "CellCalledTwice",
+)  # fmt: skip
 # The cells that `make test` runs; `make test-habits` runs the others.
 QUICK = {
     "plain": (
@@ -17,6 +23,7 @@ QUICK = {
         "GroupAddedInTheMiddle",
         "StateLoadedInTheMiddle",
         "SchedulerMadeFirst",
+        *MEMORY,
     ),
     "sharded": (
         "Clipping",
@@ -30,10 +37,11 @@ QUICK = {
         "ClearedInPlace",
         "MomentumSwitchedOn",
         "SchedulerMadeFirst",
+        *MEMORY,
     ),
-    "per step": ("ExponentialMovingAverage", "Schedulers", "StateLoadedInTheMiddle"),
-    "int8": ("ScalerInfinityOnOneRank",),
-    "PowerSGD": ("ScalerInfinityEverywhere", "UnusedParameters"),
+    "per step": ("ExponentialMovingAverage", "Schedulers", "StateLoadedInTheMiddle", "KeptGradients"),
+    "int8": ("ScalerInfinityOnOneRank", "KeptGradients"),
+    "PowerSGD": ("ScalerInfinityEverywhere", "UnusedParameters", "SharedByTorch"),
     "LocalSGD": ("ScalerInfinityOnOneRank", "Float64"),
     "DiLoCo": ("AddedGroup", "TwoOptimizers"),
     "DES-LOC": ("FreezeAndThaw", "UnusedParameters"),
@@ -61,6 +69,24 @@ def check(column: str, row: str) -> None:
 @pytest.mark.parametrize(("column", "row"), list(cells(between_hosts=False)))
 def test_on_one_host(column, row):
     check(column, row)
+
+
+class Wide(Row):
+    """A bucket of which each rank reduces a slice, in the memory of all."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 600), nn.Tanh(), nn.Linear(600, 3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("row", MEMORY)
+def test_on_one_host_in_slices(row):
+    hvd.init()
+    try:
+        compare(type(f"Wide{row}", (Wide, ROWS[row]), {}), COLUMNS["plain"])
+        hvd.barrier()
+    finally:
+        hvd.shutdown()
 
 
 @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp", "HORA_NATIVE": "0"})

@@ -106,6 +106,49 @@ def test_ddp(place, kind, options):
     compare(place, body)
 
 
+def clamp_gradients(net):
+    for parameter in net.parameters():
+        parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+
+
+def clamp_parameters(net):
+    for parameter in net.parameters():
+        parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+def convert(net):
+    net.double()
+    net.float()
+
+
+def send(net):
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put((net.state_dict(), [parameter.grad for parameter in net.parameters()]))
+    queue.get()
+
+
+@pytest.mark.parametrize("views", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["copies", "views"])
+@pytest.mark.parametrize("habit", [clamp_gradients, clamp_parameters, convert, nn.Module.share_memory, send])
+def test_ddp_of_a_model_whose_memory_is_moved(place, habit, views):
+    def body(rank, size):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model, kept = DistributedDataParallel(net, gradient_as_bucket_view=views), []
+        for number in range(6):
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            optimizer.zero_grad()
+            model(torch.randn(5, 8, generator=generator)).square().mean().backward()
+            kept.append([parameter.grad for parameter in net.parameters()])
+            if number in (2, 3):
+                habit(net)
+            optimizer.step()
+            if number == 4:  # a notebook's cell is called again
+                model = DistributedDataParallel(net, gradient_as_bucket_view=views)
+        return weights(net) + [gradient for gradients in kept for gradient in gradients]
+
+    compare(place, body)
+
+
 def bf16_hook(state, bucket):
     """torch's hook under another name, because torch rejects the original on CPUs by its name."""
     return default_hooks.bf16_compress_hook(state, bucket)
