@@ -13,6 +13,7 @@ import os
 import re
 import selectors
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -235,6 +236,8 @@ def _guard_port(descriptor: int, folder: str) -> None:
     It reads from a connection before it knows whose it is, and reads nothing else meanwhile. So this process accepts at
     the port and passes on what may pass, through a socket in a folder of its own, which the library gets instead.
     """
+    if not _is_socket(descriptor):
+        return
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
         if found.family != socket.AF_INET or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return
@@ -249,6 +252,12 @@ def _guard_port(descriptor: int, folder: str) -> None:
         threading.Thread(target=gate.run, name="hora-pmix-gate", daemon=True).start()
         # The library may wait at the port still: it wakes up and finds the other socket.
         socket.create_connection(found.getsockname()[:2]).close()
+
+
+def _is_socket(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):  # it was there only while descriptors were listed
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    return False
 
 
 class Gate:
