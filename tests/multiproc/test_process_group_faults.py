@@ -51,7 +51,10 @@ def test_a_killed_rank_is_named_by_every_call_and_the_others_can_start_again(pla
     with pytest.raises(RuntimeError, match="rank 1"):
         future.wait()
     with pytest.raises(HorovodInternalError, match="rank 1"):
-        dist.send(torch.ones(2), 2 - place.rank, group=others)
+        dist.send(torch.ones(2), 2 - place.rank)
+    total = torch.ones(2)
+    dist.all_reduce(total, group=others)  # whose members live
+    assert total.tolist() == [2.0, 2.0]
     dist.destroy_process_group()
     start(place, prefix="second", ranks=[0, 2])
     total = torch.tensor([place.rank + 1.0])

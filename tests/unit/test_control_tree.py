@@ -147,7 +147,7 @@ def test_a_member_reports_only_for_its_own_side_of_the_tree(control_trees, heard
         other.send(news("gone mad", 2))
         other.send(news("leaving", 2, "the end"))
         wait_until("rank 2 has left", lambda: heard)
-    assert heard == [("leaving", "the end")]
+    assert heard == [("leaving", 2, "the end")]
 
 
 def test_announcements_are_attributed_to_the_authenticated_rank(control_trees, heard):
@@ -181,7 +181,7 @@ def test_all_ranks_receive_a_goodbye_and_wait_for_all_others(worlds, leaver):
     world = worlds(2, 2, 1, 1, 1)
     others = [rank for rank in range(7) if rank != leaver]
     world.control_trees[leaver].leave("the end")
-    world.all_heard(("leaving", "the end"), others)
+    world.all_heard(("leaving", leaver, "the end"), others)
     for rank in others:
         world.control_trees[rank].leave("the end too")
     for control_tree in world.control_trees:
@@ -208,7 +208,7 @@ def test_news_bypasses_a_stopped_rank(worlds, sender):
     world.all_heard(("fault", "it broke"), [rank for rank in range(10) if rank not in (2, sender)])
     world.control_trees[sender].leave("the end")
     others = [rank for rank in range(10) if rank not in (2, sender)]
-    world.all_heard(("leaving", "the end"), others)
+    world.all_heard(("leaving", sender, "the end"), others)
 
 
 def test_a_rank_can_be_asked_for_its_pending_operations(worlds):

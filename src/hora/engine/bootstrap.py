@@ -27,6 +27,7 @@ from hora.engine.rank_tree import FANOUT, Tree, by_host
 from hora.engine.rendezvous import ControlStore, RendezvousClient, host_fingerprint, open_rendezvous
 from hora.engine.shm.native import absence, library
 from hora.engine.shm.segment import Segment
+from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams, encrypts_natively
 from hora.errors import HorovodInternalError
@@ -260,7 +261,15 @@ class Bootstrap:
         """Return whether these ranks are numbered host by host."""
         return [rank for host in by_host(ranks, self.sharing) for rank in host] == list(ranks)
 
-    def share(self, key: str, ranks: Sequence[int], num_bytes: int, *, limit_s: float | None = None) -> Segment:
+    def share(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        num_bytes: int,
+        *,
+        limit_s: float | None = None,
+        check_alive: AliveCheck | None = None,
+    ) -> Segment:
         """Allocate memory shared by all these ranks, which are on one host (collective)."""
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
@@ -269,7 +278,7 @@ class Bootstrap:
         try:
             limit_s = self.config.init_timeout_s if limit_s is None else limit_s
             return self.control_tree.handoff.fetch(
-                ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive
+                ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=check_alive or self._check_alive
             )
         except ConnectionError:  # the control tree will report the same in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
@@ -342,7 +351,7 @@ class Bootstrap:
             ranks=ranks,
             member=list(ranks).index(self._world.rank),
             hosts=self.sharing,
-            share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
+            share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes, check_alive=check_alive),
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some, sealed=sealed),
             store=lambda name: ControlStore(
                 self._rendezvous.client, prefix=f"{prefix}/{name}/", timeout_s=limit_s, check_alive=check_alive

@@ -96,7 +96,7 @@ class ControlEvents:
     """
 
     lost: Callable[[int], None]
-    leaving: Callable[[str], None]
+    leaving: Callable[[int, str], None]
     fault: Callable[[str], None]
     negotiating: Callable[[int, int, Header, bytes], None]
     whereabouts: Callable[[int], Whereabouts]
@@ -264,6 +264,16 @@ class ControlTree:
         with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
             return dict(zip(ranks, pool.map(ask, ranks), strict=True))
 
+    def is_there(self, rank: int) -> bool:
+        """Return whether a rank's control tree still listens. A rank that does not answer in time is there."""
+        try:
+            self._call(rank, _ASK_LIMIT_S).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def close(self) -> None:
         """Stop the thread and close all sockets and descriptors, after news has bypassed stopped ranks."""
         with self._changed:
@@ -397,7 +407,7 @@ class ControlTree:
             return
         self._note(self.goodbyes, news.rank)
         if news.kind == "leaving":
-            self._events.leaving(news.text)
+            self._events.leaving(news.rank, news.text)
         else:
             self._note(self._dead, news.rank)
             self._events.lost(news.rank)

@@ -152,9 +152,9 @@ class _Ring:
 
 
 class Messages:
-    """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `open_stream` and
-    `take_stream` return the streams with a name to and from a rank of another host; the latter raises TimeoutError
-    without one.
+    """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `status_of` returns
+    the status of a group, by number; `open_stream` and `take_stream` return the streams with a name to and from a rank
+    of another host; the latter raises TimeoutError without one.
     """
 
     def __init__(
@@ -163,10 +163,11 @@ class Messages:
         near: Sequence[int],
         segment: Segment | None,
         status: WorldStatus,
+        status_of: Callable[[int], WorldStatus],
         open_stream: Callable[[int, str], Stream],
         take_stream: Callable[[int, str], Stream],
     ) -> None:
-        self._rank, self._status = rank, status
+        self._rank, self._status, self._status_of = rank, status, status_of
         self._open_stream, self._take_stream = open_stream, take_stream
         self._segment = segment
         self._lock = threading.RLock()
@@ -215,7 +216,7 @@ class Messages:
         ring = self._out.get(peer)
         if ring is None or num_bytes > _MOST_AT_ONCE or self._sending.get(peer):
             return False
-        if self._closed or not self._status.is_open:
+        if self._closed or not (self._status.is_open or self._status_of(group).is_open):
             return False
         move = self._native.short_try_send if num_bytes <= SHORT_BYTES else self._native.try_send
         return ring.move_now(move, group, tag, kind, address, num_bytes)
@@ -238,7 +239,8 @@ class Messages:
         _HEADER.pack_into(message.head, 0, message.group, message.tag, message.num_bytes, message.kind)
         with self._lock:
             self._check_open()
-            self._status.check_open()
+            if not self._status.is_open:
+                self._status_of(message.group).check_open()
             self._sending.setdefault(message.peer, deque()).append(message)
             self._progress()
         self._call_direct_waiter()
@@ -256,8 +258,10 @@ class Messages:
                 return  # it had not arrived a moment ago
             self._progress()  # messages that arrived before their sender left are received, too
             if not message.done and not self._status.is_open:
-                self._receives.remove(message)
-                raise self._status.error()
+                status = self._status_of(message.group)
+                if not status.is_open:
+                    self._receives.remove(message)
+                    raise status.error()
         self._call_direct_waiter()
 
     def _call_direct_waiter(self) -> None:
@@ -387,8 +391,9 @@ class Messages:
         with self._lock:
             seen = 0 if mine is None else mine[0].value
             try:
-                self._status.check_alive()
                 self._check_open()
+                if not self._status.is_open:
+                    self._end_with_groups()
                 moved = self._progress()
             except HorovodInternalError as error:
                 self._fail(error)
@@ -538,6 +543,15 @@ class Messages:
         self._arrivals.clear()
         for message in messages:
             message.finish(error)
+
+    def _end_with_groups(self) -> None:
+        """Fail the messages of groups that have ended with the world. Those of groups whose members live go on."""
+        halves = [some[-1] for some in self._arrivals.values() if some and some[-1].sources]
+        for message in [*self._receives, *halves, *(one for some in self._sending.values() for one in some)]:
+            try:
+                self._status_of(message.group).check_alive()
+            except HorovodInternalError as error:
+                self.cancel(message, error)
 
     def close(self, why: str) -> None:
         """Fail all pending messages, and release memory and streams."""

@@ -174,10 +174,17 @@ class ProcessSets:
         self._add(number, ranks, self._num_registered)
         return number
 
-    def _add(self, number: int, ranks: tuple[int, ...], serial: int, limit_s: float | None = None) -> None:
+    def _add(
+        self,
+        number: int,
+        ranks: tuple[int, ...],
+        serial: int,
+        status: WorldStatus | None = None,
+        limit_s: float | None = None,
+    ) -> None:
         queue = repeated = None
         if self._world.rank in ranks:
-            queue = self._make_queue(number, ranks, serial, limit_s)
+            queue = self._make_queue(number, ranks, serial, status or self._runtime.status, limit_s)
             if isinstance(queue.negotiation, SharedMemoryNegotiation):
                 repeated = RepeatedCalls(queue, queue.negotiation)
         # The control tree's thread must neither drop a message now nor deliver one before early ones.
@@ -189,12 +196,12 @@ class ProcessSets:
 
     def add_group(self, ranks: Sequence[int], name: str, *, limit_s: float) -> OperationQueue:
         """Register a set among its members only (collective). They know one another by the name and the ranks."""
-        self._runtime.status.check_open()
         _checked_ranks(ranks, self._world.size)
+        status = self._runtime.status.of_group(ranks)
         self._num_groups[name, tuple(ranks)] += 1  # equally on all members
         number = _group_number(name, ranks, self._num_groups[name, tuple(ranks)])
         try:
-            self._add(number, tuple(ranks), number, limit_s)
+            self._add(number, tuple(ranks), number, status, limit_s)
         except TimeoutError as error:
             raise HorovodInternalError(
                 f"waited {limit_s:g} s for rank {ranks[0]} to make the group {name!r} of the ranks {list(ranks)}"
@@ -207,6 +214,7 @@ class ProcessSets:
         if removed is None or removed.queue is None:
             return
         removed.queue.drain()
+        removed.queue.status.close("this process group was destroyed")
         removed.queue.close()
         with self._lock:
             self._sets.pop(number, None)
@@ -222,25 +230,32 @@ class ProcessSets:
             del self._sets[number]
             self.known_allreduces.clear()
 
+    def status(self, number: int) -> WorldStatus:
+        """Return the status of a set: of a group its own, otherwise the world's."""
+        found = self._sets.get(number)
+        return self._runtime.status if found is None or found.queue is None else found.queue.status
+
     def serial(self, number: int) -> int:
         """Return the serial number of a set, which is never reused: leftovers of an earlier set must not be found."""
         return self._sets[number].serial
 
-    def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int, limit_s: float | None) -> OperationQueue:
+    def _make_queue(
+        self, number: int, ranks: tuple[int, ...], serial: int, status: WorldStatus, limit_s: float | None
+    ) -> OperationQueue:
         runtime, rank = self._runtime, self._world.rank
         return OperationQueue(
             number,
             ranks,
             QueueWorld(
                 rank,
-                runtime.status,
+                status,
                 runtime.recorder,
                 self._execute,
                 runtime.leave_if_idle,
                 self._core(),
                 len(ranks) > 1 and runtime.peers.seals_objects(ranks),
             ),
-            negotiation=self._make_negotiation(serial, ranks, limit_s),
+            negotiation=self._make_negotiation(serial, ranks, status, limit_s),
             planner=BatchPlanner(
                 ranks,
                 fusion_threshold_bytes=runtime.config.fusion_threshold_bytes,
@@ -248,25 +263,29 @@ class ProcessSets:
             ),
             # The first member watches for stalls.
             stall=StallLimits.of(runtime.config) if ranks[0] == rank and len(ranks) > 1 else None,
-            make_transport=functools.partial(self._make_transport, number),
+            make_transport=functools.partial(self._make_transport, number, status),
         )
 
-    def _make_negotiation(self, serial: int, ranks: tuple[int, ...], limit_s: float | None) -> Negotiation:
+    def _make_negotiation(
+        self, serial: int, ranks: tuple[int, ...], status: WorldStatus, limit_s: float | None
+    ) -> Negotiation:
         if len(ranks) == 1:
             return LocalNegotiation()
         peers, capacity = self._runtime.peers, self._runtime.config.cache_capacity
         if peers.can_share(ranks):
             num_bytes = SharedMemoryNegotiation.num_bytes(len(ranks))
-            segment = peers.share(f"set{serial}/control", ranks, num_bytes, limit_s=limit_s)
+            segment = peers.share(
+                f"set{serial}/control", ranks, num_bytes, limit_s=limit_s, check_alive=status.check_alive
+            )
             return SharedMemoryNegotiation(segment, ranks.index(self._world.rank), len(ranks), cache_capacity=capacity)
         return TreeNegotiation(peers.control_tree, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
 
-    def _make_transport(self, number: int, device: str) -> Transport:
+    def _make_transport(self, number: int, status: WorldStatus, device: str) -> Transport:
         ranks, runtime = self.ranks(number), self._runtime
         if len(ranks) == 1:
             return LocalTransport()
         topology = runtime.peers.topology(
-            f"set{self.serial(number)}", device, ranks, runtime.status.check_alive, sealed=device == OBJECTS
+            f"set{self.serial(number)}", device, ranks, status.check_alive, sealed=device == OBJECTS
         )
         return make_transport(topology, "cpu" if device == OBJECTS else device, self.queue(number).transport)
 
@@ -358,6 +377,7 @@ class Runtime:
         self.world = world
         self.config = config  # `start` replaces the common values with rank 0's
         self.num_joins = 0
+        self.used_by_hvd = False  # not only by a process group, which then leaves it running
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = TimelineRecorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
@@ -366,6 +386,7 @@ class Runtime:
         self._bootstrap: Bootstrap | None = None  # None in a world of one
         self._solo_secret = new_secret()  # of a world of one
         self._messages: Messages | None = None
+        self._looking = threading.Lock()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all have arrived, within the limit."""
@@ -374,7 +395,7 @@ class Runtime:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
                 events = ControlEvents(
-                    lost=lambda rank: self._broken(self.peers.lost(rank)),
+                    lost=lambda rank: self._broken(self.peers.lost(rank), rank),
                     leaving=self._on_leaving,
                     fault=self._broken,
                     negotiating=self.sets.deliver,
@@ -535,7 +556,7 @@ class Runtime:
                 ways = bootstrap.open_sealed_stream, bootstrap.take_sealed_stream
             if len(near) > 1:
                 segment = self.peers.share("messages", near, Messages.num_bytes(len(near)))
-            self._messages = Messages(self.world.rank, near, segment, self.status, *ways)
+            self._messages = Messages(self.world.rank, near, segment, self.status, self.sets.status, *ways)
         return self._messages
 
     # The end.
@@ -548,14 +569,16 @@ class Runtime:
         text = f"Horovod has been shut down by rank {self.world.rank}"
         if meter.num_steps:  # the others may be in the middle of a later one
             text += f", which has made {meter.num_steps} steps"
-        self.status.close(text)
+        self.status.close(text, by=self.world.rank)
         for queue in self.sets.queues():
             queue.drain()
             queue.settle()
         if self._control_tree is not None:
-            if self.status.broken:  # the others may learn it from here first; then no rank waits for goodbyes
+            # The others may learn it from here first; then no rank waits for goodbyes. Of a death they hear anyway.
+            if self.status.broken and not self.status.has_lost:
                 self._report_fault(self.status.reason)
-            self._control_tree.leave(self.status.reason if self.status.broken else text)
+            why = f"{text}: {self.status.reason}" if self.status.has_lost else self.status.reason
+            self._control_tree.leave(why if self.status.broken else text)
             if not self.status.broken:
                 self._control_tree.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close(behind=behind)
@@ -576,10 +599,11 @@ class Runtime:
 
     def lost(self, rank: int, how: str) -> None:
         """Handle the launcher's report that a rank is gone."""
-        control_tree = self._control_tree
+        control_tree, text = self._control_tree, f"rank {rank} {how}. Horovod has been shut down"
         if rank != self.world.rank and control_tree is not None and rank not in control_tree.goodbyes:
-            self._broken(f"rank {rank} {how}. Horovod has been shut down")
+            self._broken(text, rank)
             control_tree.expect_nothing_of(rank)
+        self.status.gone(rank, text)
 
     def _report_fault(self, text: str) -> None:
         if self._control_tree is not None:
@@ -595,18 +619,21 @@ class Runtime:
     def leave_if_idle(self) -> None:
         """Tell the leaving rank that it is no longer needed."""
         control_tree = self._control_tree
-        if control_tree is not None and not any(queue.num_in_flight for queue in self.sets.queues()):
+        if not self.status.closing:  # only a group ends
+            return
+        ending = [queue for queue in self.sets.queues() if not queue.status.is_open]  # the others outlive the world
+        if control_tree is not None and not any(queue.num_in_flight for queue in ending):
             control_tree.leave(self.status.reason)
 
     # What the control tree reports, on its thread.
 
-    def _broken(self, text: str) -> None:
-        self.status.fault(text)
+    def _broken(self, text: str, lost: int | None = None) -> None:
+        self.status.fault(text, lost=lost)
         if self._control_tree is not None:
             self._control_tree.stop_waiting(self.status.reason)
 
-    def _on_leaving(self, why: str) -> None:
-        self.status.close(why)
+    def _on_leaving(self, rank: int, why: str) -> None:
+        self.status.close(why, by=rank)
         self.leave_if_idle()
 
     def _on_tick(self) -> None:
@@ -615,6 +642,24 @@ class Runtime:
             negotiation.tick()
         for queue in self.sets.queues():
             queue.inspect()
+        self._look_for_members()
+
+    def _look_for_members(self) -> None:
+        """Look whether the members of groups that outlive the world are still there: of the first rank that leaves
+        there is news, of those after it there is none.
+        """
+        wanted = {rank for group in self.status.living_groups() for rank in group.ranks if rank != self.world.rank}
+        if not wanted or self._looking.locked():
+            return
+
+        def look() -> None:
+            with self._looking, contextlib.suppress(RuntimeError):
+                for rank in sorted(wanted):
+                    tree = self._control_tree
+                    if tree is not None and not tree.is_there(rank):
+                        self.status.gone(rank, f"rank {rank} has left, or has ended")
+
+        threading.Thread(target=look, name="hora-look-for-members", daemon=True).start()
 
     def lines_of(self, ranks: Sequence[int], number: int = 0, key: Key | None = None) -> dict[int, str]:
         """Return the line that each of these ranks' training threads is in, or why there is no answer; with a key, only

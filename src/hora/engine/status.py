@@ -4,7 +4,8 @@
     open --a rank is lost, stalls or cannot do its part--> broken
 
 All waits of a runtime share `WorldStatus`. The runtime updates it from the control tree and the launcher; the queues
-update it when something here ends the job. The first member of each process set reports which ranks keep which tensors
+update it when something here ends the job. The queue of a group has a `GroupStatus` instead: ranks that are no members
+may leave or die. The first member of each process set reports which ranks keep which tensors
 waiting (`StallWatch`): it warns once per warning interval and, if the user has set a limit, ends the job.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,15 +44,19 @@ class WorldStatus:
         self._lock = threading.RLock()  # a signal handler may shut down in the middle of it
         self.is_open = True  # neither broken nor closing
         self.broken = self.closing = False
+        self.has_lost = False  # broken by a lost rank
         self._fault = self._closing = ""  # the reason
         self._closing_since = 0.0
+        self._gone: dict[int | None, str] = {}  # ranks that have left or died, and why; None: no group lives on
+        self._groups: weakref.WeakSet[GroupStatus] = weakref.WeakSet()
 
     @property
     def reason(self) -> str:
         return self._fault or self._closing or "Horovod has been shut down"
 
-    def close(self, text: str) -> None:
+    def close(self, text: str, *, by: int | None = None) -> None:
         """Start closing: this rank, or another one, shuts down."""
+        self._end_groups(by, text, GroupStatus.close)
         with self._lock:
             if self.closing:
                 return
@@ -59,15 +65,42 @@ class WorldStatus:
             self.closing, self.is_open = True, False
         self._wake()
 
-    def fault(self, text: str, *, tell: bool = False) -> None:
-        """Mark the world as broken; with `tell`, notify the others. Users see the first reason."""
+    def fault(self, text: str, *, tell: bool = False, lost: int | None = None) -> None:
+        """Mark the world as broken, because of a lost rank if given; with `tell`, notify the others. Users see the
+        first reason.
+        """
+        self._end_groups(lost, text, GroupStatus.fault)
         with self._lock:
             if self.is_open:
-                self._fault = text
+                self._fault, self.has_lost = text, lost is not None
                 self.broken, self.is_open = True, False
         if tell:
             self._tell(text)
         self._wake()
+
+    def gone(self, rank: int, text: str) -> None:
+        """End the groups of a rank that has left or died after the world ended."""
+        self._end_groups(rank, text, GroupStatus.fault)
+        self._wake()
+
+    def of_group(self, ranks: Sequence[int]) -> GroupStatus:
+        """Return the status of a new group. Raises an error if one of its members is gone."""
+        for rank in (None, *ranks):
+            if rank in self._gone:
+                raise HorovodInternalError(self._gone[rank])
+        found = GroupStatus(self, ranks)
+        self._groups.add(found)
+        return found
+
+    def living_groups(self) -> list[GroupStatus]:
+        """Return the groups that may be in use although the world has ended."""
+        return [] if self.is_open else [group for group in list(self._groups) if group.is_open]
+
+    def _end_groups(self, rank: int | None, text: str, end: Callable[[GroupStatus, str], None]) -> None:
+        self._gone.setdefault(rank, text)
+        for group in list(self._groups):
+            if rank is None or rank in group.ranks:
+                end(group, text)
 
     def stalled(self, ranks: Sequence[int], text: str) -> None:
         """End the job on all ranks because these keep the others waiting."""
@@ -94,6 +127,20 @@ class WorldStatus:
         """Raise an error if waiting for a peer has become pointless."""
         if self.broken or (self.closing and time.monotonic() - self._closing_since > _GRACE_S):
             raise self.error()
+
+
+class GroupStatus(WorldStatus):
+    """The status of a group: it ends with one of its members, or with the world if no rank's end has ended that."""
+
+    def __init__(self, world: WorldStatus, ranks: Sequence[int]) -> None:
+        super().__init__(world._rank, tell=world._tell, wake=world._wake)
+        self._world, self.ranks = world, frozenset(ranks)
+
+    def fault(self, text: str, *, tell: bool = False, lost: int | None = None) -> None:
+        if tell and self._world.is_open:
+            self._world.fault(text, tell=True)  # and with it this one
+        else:
+            super().fault(text, lost=lost)
 
 
 @dataclass(frozen=True)

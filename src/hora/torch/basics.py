@@ -58,6 +58,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
         else:
             # Pass distinct sets only: `bind` reports a repeated set once the runtime is up.
             engine.init([list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)])
+    engine.current_runtime().used_by_hvd = True
     sets.bind([] if isinstance(wanted, str) else wanted)
 
 

@@ -60,7 +60,9 @@ def make_group(
 
 
 def _end_engine() -> None:
-    """Stop the engine that `make_group` started."""
+    """Stop the engine that `make_group` started, unless `hvd.init()` has been called since."""
+    if engine.current_runtime().used_by_hvd:
+        return
     point = engine.current_runtime().world.rendezvous
     engine.shutdown()
     if point.kind != "hora":  # a launcher hears of its ranks over this connection until they end
