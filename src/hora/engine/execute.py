@@ -85,7 +85,7 @@ def _end_on_device(request: Request, ranks: Sequence[int]) -> None:
     with torch.cuda.device(device), torch.cuda.stream(_side_stream(device, tuple(ranks))):
         stream = torch.cuda.current_stream()
         for tensor in (*request.targets, *(target for target, _ in request.copy_back)):
-            if tensor.is_cuda:
+            if tensor.is_cuda and tensor.layout == torch.strided:
                 tensor.record_stream(stream)
         for target, result in request.copy_back:
             target.detach().copy_(result)

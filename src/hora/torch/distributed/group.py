@@ -419,6 +419,7 @@ class HoraProcessGroup(_BASE):
             indices.raise_error()
             (where,), (what,) = _outputs(indices), _outputs(values)
             tensor.copy_(torch.sparse_coo_tensor(where.t(), what, tensor.shape).coalesce())
+            values.outputs = [where, what, tensor._indices(), tensor._values()]  # memory that the caller's stream uses
 
         values = self._submit(operation, Kind.ALLGATHER, [own.values()], wait=False, last=write, targets=[tensor])
         return self._work([indices, values], tensors, opts)
