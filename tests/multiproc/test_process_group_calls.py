@@ -108,7 +108,6 @@ def assert_failed(name, work, kinds, words):
 # Ranks that do not see that another rank's tensor has another size.
 _UNAWARE = {
     "gather": lambda rank, size: rank != 0,
-    "scatter": lambda rank, size: rank != 0,  # only the rank whose output does not fit
     "message": lambda rank, size: rank != 1 % size and rank != 0,
     "message_strided": lambda rank, size: rank != 1 % size and rank != 0,
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -42,7 +42,7 @@ _TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier red
 class CallPlan:
     """The common part of all calls with one signature, so that a call allocates no object."""
 
-    last: Callable[[Request], object] | None = None  # last step of a call that takes the ordinary path (`Completion`)
+    last: Callable[[Request], object] | None = None  # the last step of its requests (`Completion`)
 
     def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
         is_barrier = signature.kind == Kind.BARRIER
@@ -138,9 +138,11 @@ class RepeatedCalls:
         tensor: torch.Tensor,
         out: torch.Tensor,
         wait: Callable[[Request], object] = Request.result,
+        targets: Sequence[torch.Tensor] | None = None,
     ) -> bool:
         """Execute the call on a contiguous tensor, into another one or in place. Returns False if it must take the
-        ordinary path. If another member is late or does something else, `wait` waits for the call.
+        ordinary path. If another member is late or does something else, `wait` waits for the call. The plan's last step
+        writes `targets`; None: it writes `out`, where a repeated call has its result already.
         """
         queue, negotiation = self._queue, self._negotiation
         if not self._is_ready(plan) or not queue.begin_exclusive():
@@ -163,7 +165,7 @@ class RepeatedCalls:
                 done = state == _DONE and self._settle(plan, ticket, instance, state, since)
             finally:
                 if not done:  # also if a signal handler raises: other members may have seen the record
-                    request = _request(plan, tensor, out)
+                    request = _request(plan, tensor, out, targets)
                     queue.leave_unfinished(request, instance, self._in_lane(plan, source, target, ticket, out))
             waits = not done
             if done:
@@ -176,6 +178,10 @@ class RepeatedCalls:
         if waits:
             meter.wait_s += _clock() - began
             wait(request)
+        elif targets:
+            request = _request(plan, tensor, out, targets)
+            request.run_last()
+            request.raise_error()
         return True
 
     def _is_ready(self, plan: CallPlan) -> bool:
@@ -205,12 +211,14 @@ class RepeatedCalls:
         meter.num_bytes += plan.num_bytes
         return True
 
-    def start(self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request | None:
+    def start(
+        self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
+    ) -> Request | None:
         """Start an asynchronous call on CPU tensors; returns None if it must take the ordinary path.
 
         If the other members can complete their parts without this one, no thread is woken to drive it.
         """
-        queue, request = self._queue, _request(plan, tensor, out)
+        queue, request = self._queue, _request(plan, tensor, out, targets)
         if not self._is_ready(plan) or not queue.start_repeated(request, self._in_lane(plan, tensor, out)):
             return None
         if not request.done and not (plan.is_staged and request in [*queue.lane][:1]):
@@ -258,12 +266,14 @@ class RepeatedCalls:
         return go_on
 
 
-def _request(plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor) -> Request:
+def _request(
+    plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
+) -> Request:
     """Return the equivalent request for the ordinary path."""
     if plan.signature.kind == Kind.BARRIER:
         return Request(plan.signature)
     source = tensor.view(plan.signature.shapes[0])
     request = Request(plan.signature, [source], [source if out is tensor else out], [out])
     if plan.last is not None:
-        request.last, request.targets = plan.last, [out]
+        request.last, request.targets = plan.last, [out] if targets is None else targets
     return request

@@ -46,6 +46,7 @@ from hora.torch.drift.data_parallel import Comparisons
 _ZERO, _NO_TIMEOUT = timedelta(0), timedelta(milliseconds=-1)
 _KEPT = 4096
 _SUM = Reduce()
+_SMALL_BYTES = 4 * 2**20  # so much is gathered or sent by all for one member, which takes one step
 _Last = Callable[[Request], object]  # the last step of a request (`Completion`)
 # With `BackendBase`, torch has a backend for each device of a group; before, a Python group is a whole group.
 _BASE: Any = getattr(dist, "BackendBase", dist.ProcessGroup)
@@ -316,9 +317,17 @@ class HoraProcessGroup(_BASE):
 
     # Repeated calls.
 
-    def _again(self, key: object, source: Tensor, target: Tensor, opts: Any, shift: int = 0) -> Work | None:
+    def _again(
+        self,
+        key: object,
+        source: Tensor,
+        target: Tensor,
+        opts: Any,
+        shift: int = 0,
+        targets: Sequence[Tensor] | None = None,
+    ) -> Work | None:
         """Repeat an earlier call on the fast path; returns None if that is impossible. `shift`: bytes by which the
-        target may begin after the source, if they share memory.
+        target may begin after the source, if they share memory. `targets`: what the plan's last step writes from it.
         """
         plan = self._known.get(key)
         if plan is None or opts is None or not self._runtime.is_current or opts.timeout > _ZERO:
@@ -330,12 +339,12 @@ class HoraProcessGroup(_BASE):
             if not _is_plain(source) or (-target.nbytes < distance < source.nbytes and distance != shift):
                 return None
         if not _waits(opts):
-            request = plan.path.start(plan, source, target)
+            request = plan.path.start(plan, source, target, targets)
             if request is None:
                 return None
             self._num_calls += 1
-            return Work([target], [request], self, self._limit_s)
-        if not plan.path.carry_out(plan, source, target, self._finish_in_time):
+            return Work([target] if targets is None else targets, [request], self, self._limit_s)
+        if not plan.path.carry_out(plan, source, target, self._finish_in_time, targets):
             return None
         self._num_calls += 1
         _tell_autograd(target)
@@ -432,9 +441,16 @@ class HoraProcessGroup(_BASE):
         one = reduction_of(opts, tensor.dtype, "reduce")
         if one.folded or self._size == 1:
             return self._allreduce("reduce", tensors, opts)
+        at_root, key = opts.rootRank == self._rank, ("reduce", tensor.shape, tensor.dtype, hash(opts.reduceOp))
+        if key in self._known:
+            work = self._again(key, tensor, tensor if at_root else torch.empty_like(tensor), opts)
+            if work is not None:
+                return work
         view = one.view(tensor)
-        result = [view] if opts.rootRank == self._rank else None
+        result = [view] if at_root else None
         request = self._submit("reduce", Kind.ALLREDUCE, [view], result, reduce=one.reduce, wait=_waits(opts))
+        if hash(opts.reduceOp) != _PREMUL_SUM:
+            self._remember(key, request, tensor)
         return self._work([request], tensors, opts)
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Work:
@@ -456,6 +472,9 @@ class HoraProcessGroup(_BASE):
         if named or not given or type(given[-1]) is not ReduceScatterOptions:
             given = (*arrange("reduce_scatter", given, named),)
         outputs, inputs, opts = given
+        if len(outputs) == 1 and all(tensor.numel() == outputs[0].numel() for tensor in inputs[0]):
+            rows = torch.stack([tensor.detach().reshape(-1) for tensor in inputs[0]])
+            return self.reduce_scatter_single(outputs[0], rows, opts)
         requests = []
         for output, some in zip(outputs, inputs, strict=True):
             one = reduction_of(opts, output.dtype, "reduce_scatter")
@@ -541,7 +560,23 @@ class HoraProcessGroup(_BASE):
         if named or not given or type(given[-1]) is not AllgatherOptions:
             given = (*arrange("allgather", given, named),)
         outputs, inputs, opts = given
+        if len(inputs) == 1:
+            return self._allgather_list("all_gather", inputs[0], outputs[0], outputs, opts)
         return self._allgather_lists("all_gather", outputs, inputs, opts)
+
+    def _allgather_list(
+        self, operation: str, tensor: Tensor, targets: Sequence[Tensor], outputs: Sequence[Any], opts: Any
+    ) -> Work:
+        """Gather one tensor of each member into separate ones, if there are any here."""
+        key, count = (operation, tensor.shape, tensor.dtype), tensor.numel()
+        if key in self._known and all(target.numel() == count for target in targets):
+            work = self._again(key, tensor, tensor.new_empty(self._size * count), opts, targets=targets)
+            if work is not None:
+                return work
+        row, last = [moved(tensor).reshape(-1)], self._deal_out(operation)
+        request = self._submit(operation, Kind.ALLGATHER, row, wait=_waits(opts), last=last, targets=targets)
+        self._remember(key, request, tensor, last=last)
+        return self._work([request], outputs, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
@@ -556,19 +591,21 @@ class HoraProcessGroup(_BASE):
         wait = _waits(opts) and len(inputs) == 1
 
         def submit(tensor: Tensor, targets: Sequence[Tensor]) -> Request:
-            row, last = [moved(tensor).reshape(-1)], self._deal_out(operation, targets)
+            row, last = [moved(tensor).reshape(-1)], self._deal_out(operation)
             return self._submit(operation, Kind.ALLGATHER, row, wait=wait, last=last, targets=targets)
 
         return self._work([submit(*both) for both in zip(inputs, outputs, strict=True)], outputs, opts)
 
-    def _deal_out(self, operation: str, targets: Sequence[Tensor]) -> _Last:
-        """Return a last step that copies the gathered data of all members to the caller's tensors."""
+    def _deal_out(self, operation: str) -> _Last:
+        """Return a last step that copies the gathered data of all members to the caller's tensors, if it has any."""
 
         def write(request: Request) -> None:
+            if not request.targets:
+                return
             whole, *received = _outputs(request)
-            sent = received[0].tolist() if received else request.answer
-            views = [moved(target.detach()) for target in targets]
+            views = [moved(target.detach()) for target in request.targets]
             sizes = [view.numel() for view in views]
+            sent = received[0].tolist() if received else request.answer or sizes  # a repeated call has them agreed on
             if sizes != sent:
                 raise ValueError(
                     f"{operation} on rank {self._own_rank}: the members sent {sent} elements, but the tensors for them "
@@ -620,31 +657,67 @@ class HoraProcessGroup(_BASE):
             given = (*arrange("gather", given, named),)
         outputs, inputs, opts = given
         (tensor,) = inputs
+        targets = outputs[0] if opts.rootRank == self._rank else ()
+        if tensor.nbytes * self._size <= _SMALL_BYTES:
+            return self._allgather_list("gather", tensor, targets, outputs, opts)
         row = moved(tensor).reshape(-1)
         splits = [row.numel() if member == opts.rootRank else 0 for member in range(self._size)]
-        targets = outputs[0] if opts.rootRank == self._rank else ()
-        last = self._deal_out("gather", targets) if targets else None
-        request = self._submit(
-            "gather", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts), last=last, targets=targets
-        )
+        last, wait = self._deal_out("gather"), _waits(opts)
+        request = self._submit("gather", Kind.ALLTOALL, [row], splits=splits, wait=wait, last=last, targets=targets)
         return self._work([request], outputs, opts)
 
     def scatter(self, *given: Any, **named: Any) -> Work:
         if named or not given or type(given[-1]) is not ScatterOptions:
             given = (*arrange("scatter", given, named),)
         outputs, inputs, opts = given
-        (output,) = outputs
-        if opts.rootRank == self._rank:
-            parts = [moved(tensor).reshape(-1) for tensor in inputs[0]]
+        (output,), at_root = outputs, opts.rootRank == self._rank
+        parts = [moved(tensor).reshape(-1) for tensor in inputs[0]] if at_root else []
+        is_even = {part.numel() for part in parts} <= {moved(output).numel()}
+        if is_even and output.nbytes * self._size <= _SMALL_BYTES:
+            return self._scatter_by_broadcast(parts, output, opts)
+        row, splits = moved(output).new_empty(0), [0] * self._size
+        if at_root:
             row, splits = torch.cat(parts), [part.numel() for part in parts]
-        else:
-            row, splits = moved(output).new_empty(0), [0] * self._size
-        from_all = [output if member == opts.rootRank else row.new_empty(0) for member in range(self._size)]
-        last = self._deal_out("scatter", from_all)
-        request = self._submit(
-            "scatter", Kind.ALLTOALL, [row], splits=splits, wait=_waits(opts), last=last, targets=[output]
-        )
+        last, wait = self._receive_part(opts.rootRank), _waits(opts)
+        request = self._submit("scatter", Kind.ALLTOALL, [row], splits=splits, wait=wait, last=last, targets=outputs)
         return self._work([request], outputs, opts)
+
+    def _scatter_by_broadcast(self, parts: Sequence[Tensor], output: Tensor, opts: Any) -> Work:
+        """Send all parts to all members, which takes one step; each keeps its own."""
+        like, root = moved(output), self._ranks[opts.rootRank]
+        whole = torch.cat(list(parts)) if parts else like.new_empty(like.numel() * self._size)
+        key = "scatter", output.shape, output.dtype, root
+        work = self._again(key, whole, whole, opts, targets=[output])
+        if work is not None:
+            return work
+
+        def write(request: Request) -> None:
+            (target,) = request.targets
+            rows = moved(target.detach())
+            rows.copy_(_outputs(request)[0].view(self._size, -1)[self._rank].view_as(rows))
+
+        wait, both = _waits(opts), [whole]
+        request = self._submit(
+            "scatter", Kind.BROADCAST, both, both, root=root, wait=wait, last=write, targets=[output]
+        )
+        self._remember(key, request, output, last=write)
+        return self._work([request], [output], opts)
+
+    def _receive_part(self, root: int) -> _Last:
+        """Return the last step of an alltoall in which one member sends."""
+
+        def write(request: Request) -> None:
+            whole, sent = _outputs(request)
+            (target,) = request.targets
+            rows = moved(target.detach())
+            if sent[root] != rows.numel():
+                raise ValueError(
+                    f"scatter on rank {self._own_rank}: the root sent {int(sent[root])} elements, but the tensor for "
+                    f"them has {rows.numel()}: give it the size of its part"
+                )
+            rows.copy_(whole.view_as(rows))
+
+        return write
 
     def all_to_all_single(self, *given: Any, **named: Any) -> Work:
         if named or not given or type(given[-1]) is not AllToAllOptions:
@@ -705,16 +778,15 @@ class HoraProcessGroup(_BASE):
             given = (*arrange("alltoall", given, named),)
         outputs, inputs, opts = given
         parts = [moved(tensor).reshape(-1) for tensor in inputs]
-        splits, last = [part.numel() for part in parts], self._deal_out("all_to_all", outputs)
-        request = self._submit(
-            "all_to_all",
-            Kind.ALLTOALL,
-            [torch.cat(parts)],
-            splits=splits,
-            wait=_waits(opts),
-            last=last,
-            targets=outputs,
-        )
+        row, splits, last = torch.cat(parts), [part.numel() for part in parts], self._deal_out("all_to_all")
+        key = "all_to_all list", row.dtype, *splits
+        if key in self._known and [output.numel() for output in outputs] == splits:
+            work = self._again(key, row, torch.empty_like(row), opts, targets=outputs)
+            if work is not None:
+                return work
+        wait = _waits(opts)
+        request = self._submit("all_to_all", Kind.ALLTOALL, [row], splits=splits, wait=wait, last=last, targets=outputs)
+        self._remember(key, request, inputs[0], last=last)
         return self._work([request], outputs, opts)
 
     # Messages.
