@@ -31,6 +31,7 @@ from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import parameters_of, unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
+from hora.torch.optimizer.turns import register
 from hora.torch.plan import CompressionPlanner
 from hora.torch.process_sets import ProcessSet
 
@@ -143,6 +144,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             hooks, mine = self._hooks_of.pop(id(gone))
             hooks.pop(mine, None)
         self._hooked = [parameter for parameter in self._hooked if id(parameter) in self._hooks_of]
+        register(self, [self._parameter_names[p] for p in [*self._hooked, *self._thawed()]])
         # Weak, so that a dropped optimizer stops reducing although its parameters keep the hooks alive.
         myself = weakref.ref(self)
 
@@ -476,7 +478,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             else torch.tensor(float(loss), dtype=torch.float32, device="cpu")
         )
         average = Reduce(ReduceOp.AVERAGE)
-        return engine.current_runtime().allreduce_(tensor, "loss", average, self._options.process_set_id)
+        return engine.current_runtime().allreduce_(
+            tensor, f"loss of {min(self._parameter_names.values())}", average, self._options.process_set_id
+        )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients; raises AssertionError while they are being reduced."""

@@ -17,16 +17,16 @@ import torch
 
 from hora import engine
 from hora.engine.request import ReduceOp
-from hora.errors import HorovodInternalError
 from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
 from hora.torch.functions import allgather_object
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner
-from hora.torch.optimizer.bucket_plan import is_channels_last, plan_buckets
+from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
+from hora.torch.optimizer.turns import raise_difference, told, turn
 from hora.torch.process_sets import ProcessSet
 
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs little.
@@ -86,8 +86,9 @@ class BucketOrder:
 
     def _agree(self, arrivals: Sequence[torch.Tensor], current: Reducer) -> Reducer:
         """Return the reducer for the order that the members agree on; the current one if some have joined."""
-        order = agree_on_order(self._options, self._parameters, arrivals, self._sparse)
-        return current if order is None else self._reducer_for(order, current)
+        with turn(self._options, self._parameters):
+            order = agree_on_order(self._options, self._parameters, arrivals, self._sparse)
+            return current if order is None else self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
         """Count a step; return whether the next step is the first compressed one (between hosts only)."""
@@ -97,7 +98,8 @@ class BucketOrder:
         if not isinstance(current, Buckets) or not runtime.spans_hosts(self._options.process_set_id):
             return False
         if memory.num_joins != runtime.num_joins:  # a rank that joined has counted fewer steps
-            self._agree_on_memory(memory)
+            with turn(self._options, self._parameters):
+                self._agree_on_memory(memory)
         return memory.due
 
     def _agree_on_memory(self, memory: PowerSGDMemory) -> None:
@@ -112,7 +114,8 @@ class BucketOrder:
             tuner.end()  # a rank that joined has missed steps and would be out of phase
         mine = tuner.step(now - before) if before and not tuner.done else None
         if mine is not None:
-            tuner.take(summed([1, mine], self._options, "optimizer.autotune"))
+            with turn(self._options, self._parameters):
+                tuner.take(summed([1, mine], self._options, "optimizer.autotune"))
         if tuner.setting == self._setting or self._order is None:
             return current
         # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has
@@ -167,8 +170,8 @@ def agree_on_order(
     count, size = len(parameters), options.num_members
     never = count * size  # later than any sum of real positions
     places = {parameter: place for place, parameter in enumerate(arrivals)}
-    told = [_told(parameter, options.names) for parameter in parameters]
-    text = repr([described(options.compression), *told])
+    mine = [told(parameter, options.names) for parameter in parameters]
+    text = repr([described(options.compression), *mine])
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
     ballot = [1, digest, next(numbers), *(places.get(parameter, never) for parameter in parameters)]
     ballot += [parameter in sparse for parameter in parameters]
@@ -176,7 +179,7 @@ def agree_on_order(
     if num_members < size:
         return None
     if digests != digest * size:
-        _raise_difference(told, options)
+        raise_difference(mine, options)
     sums, flags = rest[:count], rest[count:]
     order = sorted((index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index))
     return AgreedOrder(
@@ -202,32 +205,3 @@ def in_common_order(
                 "requires_grad"
             )
     return [mine[name] for name in of_all[0]]
-
-
-def _told(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> tuple[str, tuple[int, ...], str]:
-    """Return what must be equal on all ranks for their bytes of this parameter to mean the same."""
-    order = " in channels_last" if is_channels_last(parameter) else ""
-    return names[parameter], tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.") + order
-
-
-def _raise_difference(mine: list[tuple[str, tuple[int, ...], str]], options: ReduceOptions) -> None:
-    told = (described(options.compression), mine)
-    compressions, of_all = zip(
-        *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True
-    )
-    ranks = engine.current_runtime().sets.ranks(options.process_set_id)
-    for rank, theirs in zip(ranks, compressions, strict=True):
-        if theirs != compressions[0]:
-            raise HorovodInternalError(
-                f"Mismatched compression of a DistributedOptimizer: rank {ranks[0]} has {compressions[0]}, rank "
-                f"{rank} has {theirs}; name the same compression on all ranks"
-            )
-    for member, theirs in enumerate(of_all):
-        for here, there in itertools.zip_longest(of_all[0], theirs):
-            if here != there:
-                raise HorovodInternalError(
-                    f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member "
-                    f"{member} has {there}; all ranks must build the same model with the same parameter names and the "
-                    "same memory format"
-                )
-    raise AssertionError("digests differ although the parameters do not")

@@ -16,6 +16,7 @@ from hora.engine.request import Kind
 from hora.torch.ops import sparse_allreduce_async
 from hora.torch.optimizer.parameters import no_rows
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
+from hora.torch.optimizer.turns import turn
 
 Parameter = torch.Tensor
 
@@ -71,7 +72,8 @@ class PerParameterReducer(Reducer):
     def finish(self) -> None:
         if not self._layouts_agreed:
             try:
-                self._agree_on_layouts()
+                with turn(self._options, sorted(self._units, key=self._options.names.__getitem__)):
+                    self._agree_on_layouts()
             except BaseException:
                 self._submitted, self._waiting = [], []  # ranks that disagree would wait for one another
                 raise

@@ -29,8 +29,9 @@ from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, wire_dtype
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, bare_step, copied
 from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
-from hora.torch.optimizer.order import agree_on_order
+from hora.torch.optimizer.order import AgreedOrder, agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.optimizer.turns import turn
 from hora.torch.sharded.shards import Shards
 from hora.torch.sharded.state import VALUES, Place, ShardState, kinds_of
 
@@ -82,7 +83,9 @@ class SliceCopies:
         away = most if most < size else 1  # to a rank on another host, if there are several
         splits = [0] * size
         splits[(shards.member + away) % size] = len(payload)
-        request = shards.runtime.submit(Kind.ALLTOALL, [payload], name="sharded.copies", splits=splits)
+        request = shards.runtime.submit(
+            Kind.ALLTOALL, [payload], name=f"copies.{shards.buckets[0].spec.name}", splits=splits
+        )
         received = request.result()[0]
         sizes = [part.nbytes for part in mine.values()]
         parts = zip(mine.items(), received.split(sizes), strict=True)
@@ -403,9 +406,13 @@ class ShardedOptimizer(_DistributedOptimizer):
                 raise ValueError(
                     f"sharded=True does not support sparse gradients, but {name} has one; use sharded=False"
                 )
-        order = agree_on_order(self._options, hooked, self._last_arrivals, set())
-        if order is None or not hooked:
-            return False
+        with turn(self._options, hooked):
+            order = agree_on_order(self._options, hooked, self._last_arrivals, set())
+            if order is not None and hooked:
+                self._lay_out(order, hooked)
+        return self._shards is not None
+
+    def _lay_out(self, order: AgreedOrder, hooked: Sequence[torch.Tensor]) -> None:
         kinds = kinds_of(self, hooked)
         size = self._options.num_members
         specs = plan_buckets(
@@ -430,7 +437,6 @@ class ShardedOptimizer(_DistributedOptimizer):
         state.divide(shards, inner, memory)
         self._copies = None if self._watcher is None else SliceCopies(shards, state, memory)
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
-        return True
 
     def _let_go(self) -> None:
         super()._let_go()

@@ -428,7 +428,7 @@ class Shards(Reducer):
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
         reduce = Reduce(ReduceOp.MAX if infinite else ReduceOp.SUM)
-        self.runtime.allreduce_(value, "gradient norm", reduce, self._set_id)
+        self.runtime.allreduce_(value, f"gradient norm {self.buckets[0].spec.name}", reduce, self._set_id)
         total = value if infinite else value ** (1.0 / norm_type)
         return total.to(found.dtype if found.dtype is torch.float64 else torch.float32).squeeze(0)
 
