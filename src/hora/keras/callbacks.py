@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import hora.torch as hvd
+from hora.keras.hyperparameters import follow_number, learning_rate_variable, read_number, set_number
 from hora.keras.values import assign_values, broadcast_variables, optimizer_variables, read_values
 from hora.telemetry.meters import meter
 
@@ -111,6 +112,7 @@ class LearningRateScheduleCallback:
             self.multiplier = lambda epoch: base ** (epoch - self.start_epoch)
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._put_momentum_back()  # an elastic training may have been interrupted within a batch
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
@@ -118,6 +120,8 @@ class LearningRateScheduleCallback:
                     "the number of steps per epoch is unknown, but a schedule by the batch needs it: pass "
                     "steps_per_epoch to the callback"
                 )
+        if self.momentum_correction:
+            follow_number(self.model, "momentum")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch = epoch
@@ -133,8 +137,11 @@ class LearningRateScheduleCallback:
             self._adjust(epoch + batch / self.steps_per_epoch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._put_momentum_back()
+
+    def _put_momentum_back(self) -> None:
         if self._restore_momentum is not None:
-            self.model.optimizer.momentum = self._restore_momentum
+            set_number(self.model.optimizer, "momentum", self._restore_momentum)
             self._restore_momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -145,23 +152,21 @@ class LearningRateScheduleCallback:
         return float(read_values([self._variable()])[0])
 
     def _variable(self) -> Any:
-        optimizer = self.model.optimizer
-        rate = getattr(optimizer, "_learning_rate", None)
-        rate = rate if hasattr(rate, "assign") else getattr(optimizer, "learning_rate", None)
-        if not hasattr(rate, "assign"):
+        rate = learning_rate_variable(self.model.optimizer)
+        if rate is None:
             raise ValueError(
-                f"the learning rate of {type(optimizer).__name__} is already a Keras schedule; create the optimizer "
-                "with a number"
+                f"the learning rate of {type(self.model.optimizer).__name__} is already a Keras schedule; create the "
+                "optimizer with a number"
             )
         return rate
 
     def _adjust(self, epoch: float) -> None:
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
         assign_values([self._variable()], [new])
-        momentum = getattr(self.model.optimizer, "momentum", None)
-        if self.momentum_correction and isinstance(momentum, (int, float)) and momentum and old:
+        momentum = read_number(self.model.optimizer, "momentum") if self.momentum_correction else None
+        if momentum and old:
             self._restore_momentum = momentum
-            self.model.optimizer.momentum = momentum * new / old
+            set_number(self.model.optimizer, "momentum", momentum * new / old)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
