@@ -101,6 +101,50 @@ def test_an_elastic_training_survives_a_death(tmp_path):
     assert list(temporary.iterdir()) == []  # including those of the killed rank
 
 
+PASSES = """
+import os, sys
+import numpy as np
+import keras
+import horovod.keras as hvd
+
+hvd.init()
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2), "mse")
+state = hvd.elastic.KerasState(model, batch=0)
+applied = []
+
+
+@hvd.elastic.run
+def train(state):
+    while state.batch < 12:
+        if state.batch == 5 and hvd.rank() == 1:
+            os._exit(3)
+        x = np.random.default_rng(state.batch).normal(size=(8, 4)).astype("float32")
+        before = model.get_weights()[0]
+        model.train_on_batch(x, x.sum(1, keepdims=True))
+        if not np.array_equal(before, model.get_weights()[0]):
+            applied.append((hvd.size(), state.batch))
+        state.batch += 1
+        if state.batch % 3 == 0:  # also in the middle of a step
+            state.commit()
+
+
+train(state)
+print("applied", applied, flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_a_training_of_several_passes_goes_on_after_a_death(backend, tmp_path):
+    """Rank 1 dies in the last pass of a step, after a commit between two passes."""
+    script = tmp_path / "train.py"
+    script.write_text(PASSES)
+    launcher = ["env", f"KERAS_BACKEND={backend}", HOROVODRUN, "-np", "2", "--min-np", "1"]
+    out = run(*launcher, sys.executable, str(script), cwd=tmp_path)
+    assert "applied [(2, 1), (2, 3), (1, 3), (1, 5), (1, 7), (1, 9), (1, 11)]" in out
+
+
 def test_horovod_runner_and_run_with_a_keras_function(capfd):
     import horovod
     from sparkdl import HorovodRunner

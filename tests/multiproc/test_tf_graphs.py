@@ -253,6 +253,26 @@ def test_a_rank_outside_the_process_set_keeps_its_gradients():
 
 
 @session
+def test_a_state_has_the_passes_since_the_last_step():
+    with graph() as running:
+        weight, given = v1.get_variable("weight", initializer=0.0), v1.placeholder(tf.float32, [])
+        optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=3)
+        train = optimizer.minimize(weight * given * (hvd.rank() + 1.0))
+        initialise(running)
+        running.run(train, {given: 1.0})
+        state = hvd.elastic.TensorFlowState(session=running, batch=1)
+        for _ in range(3):  # the last of these begins the next step
+            running.run(train, {given: 10.0})
+        state.restore()
+        assert running.run(weight) == 0.0
+        state.sync()
+        running.run(train, {given: 2.0})
+        assert running.run(weight) == 0.0
+        running.run(train, {given: 4.0})
+        np.testing.assert_allclose(running.run(weight), -7.0 * total(lambda r: r + 1) / hvd.size())
+
+
+@session
 def test_several_backward_passes_before_a_step():
     for average in (False, True):
         with graph(threads=1) as running:

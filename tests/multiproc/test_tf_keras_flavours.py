@@ -13,6 +13,7 @@ if importlib.util.find_spec("keras") is None:
 
 LEGACY = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 TORCH = {"KERAS_BACKEND": "torch"}
+TENSORFLOW = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def data(rank, rows=8):
@@ -153,6 +154,168 @@ def reduces_when_it_computes(hvd, tf):
             assert int(optimizer.iterations) == 2 * passes + 1
 
 
+def with_corrected_momentum(weights, rates, gradient_of, *, momentum, nesterov):
+    """Return the weights after one update for each rate, whose momentum is times new / old rate in its batch."""
+    velocity, old = np.zeros_like(weights), rates[0][0]
+    for batch, (_, new) in enumerate(rates):
+        corrected = momentum if new is None else momentum * new / old
+        old = new or old
+        gradient = gradient_of(weights, batch)
+        velocity = corrected * velocity - old * gradient
+        weights = weights + (corrected * velocity - old * gradient if nesterov else velocity)
+    return weights
+
+
+def corrects_the_momentum(hvd, keras, optimizer_class, *, nesterov=False, scaled=False):
+    """The callbacks multiply the momentum in every batch, also in a step that an earlier fit has compiled."""
+    epochs, steps, rate, momentum = 3, 4, 0.05, 0.9
+    x = [np.random.default_rng(rank).normal(size=(4 * steps, 3)).astype("float32") for rank in range(hvd.size())]
+    y = [part.sum(1, keepdims=True) for part in x]
+
+    def gradient_of(weights, batch):
+        rows = slice(batch % steps * 4, batch % steps * 4 + 4)
+        parts = [part[rows].T @ (part[rows] @ weights - labels[rows]) for part, labels in zip(x, y, strict=True)]
+        return sum(parts) / 2 / hvd.size()
+
+    size, callbacks = hvd.size(), hvd.callbacks
+    warmup = [1 / size * ((e + (b + 1) / steps) * (size - 1) / 2 + 1) for e in range(2) for b in range(steps)]
+    halved = [0.5**e if b == 0 else None for e in range(epochs) for b in range(steps)]
+    for factors, callback in (
+        (warmup + [None] * steps, callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2)),
+        (halved, callbacks.LearningRateScheduleCallback(rate, lambda epoch: 0.5**epoch)),
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        optimizer = hvd.DistributedOptimizer(optimizer_class(rate, momentum=momentum, nesterov=nesterov))
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        model.compile(optimizer, "mse")
+        mine = {"x": x[hvd.rank()], "y": y[hvd.rank()], "batch_size": 4, "shuffle": False, "verbose": 0}
+        model.fit(**mine, epochs=1)
+        variables = model.optimizer.variables
+        for variable in variables() if callable(variables) else variables:
+            name = getattr(variable, "path", variable.name)
+            if "moment" in name or "/m/" in name:
+                variable.assign(np.zeros(variable.shape, "float32"))
+        before = model.get_weights()[0].astype("float64")
+        model.fit(**mine, epochs=epochs, callbacks=[callback])
+        rates = [(rate, None if factor is None else rate * factor) for factor in factors]
+        expected = with_corrected_momentum(before, rates, gradient_of, momentum=momentum, nesterov=nesterov)
+        np.testing.assert_allclose(model.get_weights()[0], expected, rtol=1e-4, atol=1e-5)
+        assert_alike(hvd, model)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        np.testing.assert_allclose(float(np.array(inner.get_config()["momentum"])), momentum, rtol=1e-6)
+
+
+def keeps_a_begun_step(hvd, keras, optimizer_class):
+    """A state has the passes since the last step: restored, they are not lost and not added twice."""
+    batches = [data(10 * hvd.rank() + number) for number in range(6)]
+
+    def compiled():
+        model = network(keras, 0)
+        plain = optimizer_class(0.1, momentum=0.5)
+        model.compile(optimizer=hvd.DistributedOptimizer(plain, backward_passes_per_step=3), loss="mse")
+        return model
+
+    unharmed, model = compiled(), compiled()
+    for x, y in batches:
+        unharmed.train_on_batch(x, y)
+    model.train_on_batch(*batches[0])
+    state = hvd.elastic.KerasState(model, batch=1)
+    for number in (1, 2, 3):  # the last of these begins the next step
+        model.train_on_batch(*batches[number])
+    state.restore()
+    for x, y in batches[1:]:
+        model.train_on_batch(x, y)
+    for found, expected in zip(model.get_weights(), unharmed.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    newcomer = compiled()  # rank 1 joins in the middle of a step
+    if hvd.rank() == 0:
+        newcomer.train_on_batch(*batches[0])
+    hvd.elastic.KerasState(newcomer, batch=1).sync()
+    before = newcomer.get_weights()
+    newcomer.train_on_batch(*batches[1])
+    np.testing.assert_array_equal(newcomer.get_weights()[0], before[0])
+    newcomer.train_on_batch(*batches[2])
+    assert_alike(hvd, newcomer)
+    assert not np.array_equal(newcomer.get_weights()[0], before[0])
+
+
+def keeps_hyperparameters(hvd, keras, optimizer_class):
+    """A state has the learning rate and the momentum: both go back with it, and rank 0's reach a rank that joins."""
+
+    def numbers():
+        values = model.optimizer.learning_rate, model.optimizer.momentum
+        return [float(np.array(value.numpy() if hasattr(value, "numpy") else value)) for value in values]
+
+    model = network(keras, 0)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer_class(0.5, momentum=0.75)), loss="mse")
+    state = hvd.elastic.KerasState(model)
+    model.optimizer.learning_rate, model.optimizer.momentum = 0.25, 0.5
+    state.restore()
+    assert numbers() == [0.5, 0.75]
+    model.optimizer.learning_rate, model.optimizer.momentum = 0.25 / 2 ** hvd.rank(), 0.5 / 2 ** hvd.rank()
+    state.sync()
+    assert numbers() == [0.25, 0.5]
+
+
+def keeps_the_loss_scale(hvd, keras, scaled):
+    """A state has the scale of the loss."""
+    model = network(keras, 0)
+    model.compile(optimizer=scaled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))), loss="mse")
+    x, y = data(hvd.rank())
+    model.train_on_batch(x, y)
+    state = hvd.elastic.KerasState(model)
+
+    def scale():
+        found = getattr(model.optimizer, "loss_scale", None)
+        return float(np.array(found if found is not None else model.optimizer.dynamic_scale.numpy()))
+
+    before = scale()
+    model.train_on_batch(x, np.full_like(y, np.inf))
+    assert scale() == before / 2
+    state.restore()
+    assert scale() == before
+
+
+def keeps_what_it_remembers(hvd, keras, *optimizer_classes):
+    for optimizer_class in optimizer_classes:
+        keeps_a_begun_step(hvd, keras, optimizer_class)
+        keeps_hyperparameters(hvd, keras, optimizer_class)
+        corrects_the_momentum(hvd, keras, optimizer_class)
+        corrects_the_momentum(hvd, keras, optimizer_class, nesterov=True)
+
+
+def reduces_before_it_applies_aggregated_gradients(hvd, tf):
+    """Keras 2.2 and later apply with experimental_aggregate_gradients=False what they computed with the optimizer."""
+    for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+        for kwargs in ({}, {"experimental_aggregate_gradients": False}):
+            for apart in (False, True):
+                applied = passes_of_four(hvd, tf, kind(1.0), kwargs, apart)
+                step = (hvd.size() + 1) / 2
+                assert applied == [0.0, 0.0, 0.0, step, step, step, step, 2 * step, 2 * step], (kind, kwargs, apart)
+
+
+def passes_of_four(hvd, tf, plain, kwargs, apart):
+    """Return the variable after each of nine passes; `apart`: only the updates are in a function, traced once."""
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=4, average_aggregated_gradients=True)
+    variable = tf.Variable([0.0])
+
+    def computed():
+        return [g for g, _ in optimizer._compute_gradients(lambda: -variable * (hvd.rank() + 1.0), var_list=[variable])]
+
+    def applied(gradients):
+        optimizer.apply_gradients(zip(gradients, [variable], strict=True), **kwargs)
+
+    apply, together = tf.function(applied), tf.function(lambda: applied(computed()))
+    found = []
+    for _ in range(9):
+        apply(computed()) if apart else together()
+        found.append(float(variable.numpy()[0]))
+    assert int(optimizer.iterations) == 9
+    return found
+
+
 def is_known_to_wrappers(hvd, tf):
     """TensorFlow Recommenders Addons looks for `horovod._keras` in the text of an optimizer, and registers tables as
     local variables in a function around `_compute_gradients`, which Keras 2 calls with `var_list`."""
@@ -251,6 +414,49 @@ def test_keras_2():
         reduces_when_it_computes(hvd, tf)
         is_known_to_wrappers(hvd, tf)
         trains_in_a_session(hvd, tf)
+
+    session(hvd, body)
+
+
+@pytest.mark.ranks(2, env=LEGACY)
+def test_keras_2_between_two_steps():
+    pytest.importorskip("tf_keras", reason="needs tf_keras")
+    import tensorflow as tf
+
+    import horovod.tensorflow.keras as hvd
+
+    def body():
+        keeps_what_it_remembers(hvd, tf.keras, tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
+        keeps_the_loss_scale(hvd, tf.keras, tf.keras.mixed_precision.LossScaleOptimizer)
+        reduces_before_it_applies_aggregated_gradients(hvd, tf)
+
+    session(hvd, body)
+
+
+@pytest.mark.ranks(2, env=TENSORFLOW)
+def test_keras_3_on_tensorflow_between_two_steps():
+    pytest.importorskip("tensorflow", reason="needs TensorFlow")
+    import keras
+
+    import horovod.keras as hvd
+
+    def body():
+        keeps_what_it_remembers(hvd, keras, keras.optimizers.SGD)
+        corrects_the_momentum(hvd, keras, keras.optimizers.SGD, scaled=True)
+        keeps_the_loss_scale(hvd, keras, keras.optimizers.LossScaleOptimizer)
+
+    session(hvd, body)
+
+
+@pytest.mark.ranks(2, env=TORCH)
+def test_keras_3_on_torch_between_two_steps():
+    import keras
+
+    import horovod.keras as hvd
+
+    def body():
+        keeps_what_it_remembers(hvd, keras, keras.optimizers.SGD)
+        keeps_the_loss_scale(hvd, keras, keras.optimizers.LossScaleOptimizer)
 
     session(hvd, body)
 

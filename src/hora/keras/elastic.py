@@ -8,9 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import HorovodInternalError
-from hora.keras.values import assign_values, broadcast_variables, keras_version, optimizer_variables, read_values
+from hora.keras.hyperparameters import plain_numbers, remembered_variables, set_number
+from hora.keras.values import (
+    assign_values,
+    broadcast_variables,
+    keras_version,
+    optimizer_variables,
+    read_values,
+    runs_in_session,
+)
 from hora.torch.basics import rank
 from hora.torch.elastic.loop import reset, run_fn
+from hora.torch.elastic.passes import BegunStep, begun_steps_of
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import broadcast_object
 
@@ -53,26 +62,49 @@ class TensorFlowState(ObjectState):
             variables = tensorflow.compat.v1.global_variables()
         self._session = session
         self._of = list(variables or [])
-        self._saved_values: list[Any] = []
+        self._saved_values: list[tuple[Any, Any]] = []
+        self._saved_steps: list[tuple[BegunStep, tuple[int, Mapping[int, Any]]]] = []
         super().__init__(broadcast_object, rank, **kwargs)
         self.save()
 
     def _variables(self) -> list[Any]:
         return self._of
 
+    def _begun_steps(self) -> list[BegunStep]:
+        return begun_steps_of(self._variables(), optimizer_variables)
+
+    def _read(self, variables: list[Any]) -> list[Any]:
+        return read_values(variables, self._session)
+
+    def _assign(self, variables: list[Any], values: list[Any]) -> None:
+        assign_values(variables, values, self._session)
+
     def save(self) -> None:
-        self._saved_values = read_values(self._variables(), self._session)
+        variables = self._variables()
+        self._saved_values = list(zip(variables, self._read(variables), strict=True))
+        self._saved_steps = [(step, step.begun(self._read)) for step in self._begun_steps()]
         super().save()
 
     def restore(self) -> None:
-        known = self._variables()[: len(self._saved_values)]
-        assign_values(known, self._saved_values, self._session)
+        self._assign([variable for variable, _ in self._saved_values], [value for _, value in self._saved_values])
+        known = {id(step): saved for step, saved in self._saved_steps}
+        for step in self._begun_steps():
+            step.resume(*known.get(id(step), (0, {})), self._assign)
         super().restore()
 
     def sync(self) -> None:
         broadcast_variables(self._variables(), 0, self._session)
+        self._sync_begun_steps()
         super().sync()
         self.save()
+
+    def _sync_begun_steps(self) -> None:
+        """Let all ranks complete their steps in the same call; a rank keeps its own sums of gradients."""
+        steps = self._begun_steps()
+        mine = [step.begun(self._read)[0] for step in steps]
+        for step, here, at_root in zip(steps, mine, broadcast_object(mine, 0), strict=False):
+            if here != at_root:
+                step.resume(at_root, {}, self._assign)
 
 
 class TensorFlowKerasState(TensorFlowState):
@@ -89,12 +121,39 @@ class TensorFlowKerasState(TensorFlowState):
             )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if self.optimizer is not None and not getattr(self.optimizer, "built", True):
-            self.optimizer.build(model.trainable_variables)
+        self._saved_numbers: dict[str, float] = {}
+        _build(self.optimizer, model)
         super().__init__(**kwargs)
 
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *optimizer_variables(self.optimizer)]
+        return [*self.model.weights, *remembered_variables(self.optimizer)]
+
+    def save(self) -> None:
+        self._saved_numbers = plain_numbers(self.optimizer)
+        super().save()
+
+    def restore(self) -> None:
+        self._set_numbers(self._saved_numbers)
+        super().restore()
+
+    def sync(self) -> None:
+        self._set_numbers(broadcast_object(plain_numbers(self.optimizer), 0))
+        super().sync()
+
+    def _set_numbers(self, numbers: Mapping[str, float]) -> None:
+        mine = plain_numbers(self.optimizer)
+        for name, number in numbers.items():
+            if name in mine and mine[name] != number:
+                set_number(self.optimizer, name, number)
+
+
+def _build(optimizer: Any, model: Any) -> None:
+    """Create the optimizer's variables: a rank that joins gets values for all of them."""
+    if hasattr(optimizer, "build"):
+        if not getattr(optimizer, "built", False):
+            optimizer.build(model.trainable_variables)
+    elif hasattr(optimizer, "_create_all_weights") and not runs_in_session():  # tf_keras.optimizers.legacy
+        optimizer._create_all_weights(model.trainable_variables)
 
 
 class KerasState(TensorFlowKerasState):

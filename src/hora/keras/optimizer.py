@@ -70,6 +70,7 @@ class _Distributed:
         if found is None:
             # Bypasses the optimizer's own __setattr__, which would track it as part of the model.
             found = self.__dict__["_hora_aggregation"] = type(self)._aggregation()
+            found.belong_to(self)
         return found
 
     def register_local_var(self, variable: Any) -> None:
@@ -117,14 +118,26 @@ class _Keras2(_Distributed):
     def _computed(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        self.__dict__["_hora_computed"] = True
-        return list(zip(self._hora.compute_gradients([g for g, _ in pairs], variables), variables, strict=True))
+        reduced = self._hora.compute_gradients([gradient for gradient, _ in pairs], variables)
+        # Not after a failure: the next step may not be of this kind.
+        self.__dict__["_hora_computed"] = "eagerly" if _is_eager() else "in a function"
+        return list(zip(reduced, variables, strict=True))
+
+    def _take_computed(self) -> bool:
+        """Return whether the gradients were reduced when they were computed.
+
+        A function that only applies gradients is traced for all calls, and perhaps twice.
+        """
+        how = self.__dict__.pop("_hora_computed", None)
+        if how == "eagerly" and not _is_eager():
+            self.__dict__["_hora_computed"] = how
+        return how is not None
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
         pairs = list(grads_and_vars)
         self._hora.check_one_pass()
-        if self.__dict__.pop("_hora_computed", False):
+        if self._take_computed():
             return pairs
         variables = [variable for _, variable in pairs]
         return list(zip(self._hora.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
@@ -142,19 +155,20 @@ class _Keras2(_Distributed):
                     f"{variable.name}; use the same Keras for the model and the optimizer"
                 )
         parent: Any = super()
-        aggregated = not kwargs.get("experimental_aggregate_gradients", True)
-        computed = self.__dict__.pop("_hora_computed", False)
-        if kwargs.get("skip_gradients_aggregation") or aggregated:
-            return parent.apply_gradients(pairs, *args, **kwargs)
-        kwargs["experimental_aggregate_gradients"] = False
+        done_before = kwargs.get("skip_gradients_aggregation") or not kwargs.get(
+            "experimental_aggregate_gradients", True
+        )
+        computed = self._take_computed() or done_before
+        if not done_before:
+            kwargs["experimental_aggregate_gradients"] = False
 
-        def update(gradients: list[Any], variables: list[Any]) -> Any:
+        def update(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
             return parent.apply_gradients(zip(gradients, variables, strict=True), *args, **kwargs)
 
         gradients = [gradient for gradient, _ in pairs]
         if not computed:
             return self._hora(self, gradients, variables, update)
-        return self._hora.update(self, variables, lambda: update(gradients, variables))
+        return self._hora.update(self, gradients, variables, lambda: update(gradients, variables))
 
 
 def DistributedOptimizer(
@@ -255,6 +269,12 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
         f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of "
         "torch goes to horovod.torch"
     )
+
+
+def _is_eager() -> bool:
+    import tensorflow
+
+    return bool(tensorflow.executing_eagerly())
 
 
 def _check_for_session(optimizer: Any) -> None:

@@ -24,9 +24,9 @@ class TensorFlowAggregation(Aggregation):
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
         ready = self.compute_gradients(gradients, variables)
-        return self.update(optimizer, variables, lambda: update(ready, variables))
+        return self.update(optimizer, ready, variables, lambda: update(ready, variables))
 
-    def update(self, optimizer: Any, variables: list[Any], update: Callable[[], Any]) -> Any:
+    def update(self, optimizer: Any, gradients: Sequence[Any], variables: list[Any], update: Callable[[], Any]) -> Any:
         """Call `update`, or only count the call if it does not complete a step."""
         if self.helper is None:
             return update()
@@ -35,7 +35,7 @@ class TensorFlowAggregation(Aggregation):
                 optimizer.build(variables)
             elif hasattr(optimizer, "_create_all_weights"):  # optimizers of tf_keras.optimizers.legacy
                 optimizer._create_all_weights(variables)
-        return self.apply_gradients(update, lambda: optimizer.iterations.assign_add(1))
+        return self.apply_gradients(gradients, update, lambda: optimizer.iterations.assign_add(1))
 
     def check_one_pass(self) -> None:
         """Raise ValueError if a step has several calls."""

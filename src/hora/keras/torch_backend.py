@@ -5,21 +5,24 @@ From the second step on, gradients are reduced during backward, like those of a 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 import hora.torch as hvd
 from hora.keras.values import StartCheck
+from hora.torch.elastic.passes import BegunStep
 from hora.torch.process_sets import ProcessSet
 
 
-class TorchAggregation:
+class TorchAggregation(BegunStep):
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
+        super().__init__()
         self._options = options
         self._passes, self._average, self._scale_local = passes, average, scale_local
         self._hooked: Any = None
@@ -29,6 +32,18 @@ class TorchAggregation:
         self.local: dict[int, Any] = {}
         self.process_set: ProcessSet = options["process_set"]
         self._check = StartCheck()
+        if passes > 1:
+            self.remember()
+
+    def begun(self, read: Any) -> tuple[int, dict[int, Any]]:
+        return self._num_calls % self._passes, {key: total.clone() for key, total in self._sums.items()}
+
+    def resume(self, num_begun: int, sums: Mapping[int, Any], assign: Any) -> None:
+        self._num_calls = num_begun
+        self._sums = {key: total.clone() for key, total in sums.items()}
+
+    def summed(self) -> Collection[int]:
+        return self._sums.keys()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""

@@ -34,8 +34,11 @@ class StartCheck:
         self._differ = False
         self._generation: int | None = None
 
-    def __call__(self, variables: Sequence[Any]) -> Callable[[], None] | None:
-        """Return the comparison that is due before this reduction, if any. It waits for the other ranks."""
+    def __call__(self, variables: Sequence[Any]) -> Callable[..., None] | None:
+        """Return the comparison that is due before this reduction, if any. It waits for the other ranks.
+
+        It takes a name among the ranks, for comparisons at the same time.
+        """
         if self._generation != generation():
             self._generation, self._num_calls, self._differ = generation(), 0, False
         self._num_calls += 1
@@ -43,9 +46,9 @@ class StartCheck:
             return functools.partial(self._compare, variables)
         return None
 
-    def _compare(self, variables: Sequence[Any]) -> None:
+    def _compare(self, variables: Sequence[Any], name: str = "keras.start_check") -> None:
         mine = [(tuple(variable.shape), zlib.crc32(to_numpy(variable).tobytes())) for variable in variables]
-        found = hvd.allgather_object(mine, name="keras.start_check")
+        found = hvd.allgather_object(mine, name=name)
         others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
         self._differ = bool(others)
         if not others:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import torch
 
@@ -26,6 +27,7 @@ from hora.tensorflow.bridge import call
 from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.ops import allreduce, grouped_allreduce, size_op
 from hora.torch.basics import rank
+from hora.torch.elastic.passes import BegunStep
 from hora.torch.norms import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Adasum, Average
@@ -34,8 +36,9 @@ _V1Optimizer: Any = tf.compat.v1.train.Optimizer
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
-# Called before each reduction of all gradients: returns what must be done first and waits for other ranks.
-First = Callable[[], Callable[[], None] | None]
+# Called before each reduction of all gradients: returns what must be done first and waits for other ranks. That gets the
+# name of the graph's operation, if there is one: two optimizers of a graph may do it at the same time.
+First = Callable[[], Callable[..., None] | None]
 
 # Names and shapes of gradients that all ranks of a runtime have compared and found equal.
 _compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
@@ -90,20 +93,20 @@ class GraphOptimizer(_V1Optimizer):
         pairs, helper = list(grads_and_vars), self._agg_helper
         if helper is None:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        if helper.is_last is None:
+        if helper.counter is None:
             raise ValueError(
                 f"rank {rank()}: with backward_passes_per_step={helper.backward_passes_per_step} gradients come from "
                 f"compute_gradients() of {self.get_name()}; call it, or minimize(), before apply_gradients()"
             )
-        with tf.control_dependencies([gradient for gradient, _ in pairs if gradient is not None]):
-            done = helper.apply_gradients(
-                lambda: self._optimizer.apply_gradients(pairs, global_step=global_step),
-                lambda: None if global_step is None else global_step.assign_add(1),
-            )
+        done = helper.apply_gradients(
+            [gradient for gradient, _ in pairs],
+            lambda: self._optimizer.apply_gradients(pairs, global_step=global_step),
+            lambda: None if global_step is None else global_step.assign_add(1),
+        )
         return tf.group(done, name=name)
 
 
-class Aggregation:
+class Aggregation(BegunStep):
     """Accumulates gradients over `passes` calls; the last call reduces and applies the sums. `local`: not reduced.
 
     In the graph of a session the sums and the counter are local variables: they are neither saved nor broadcast, and
@@ -113,13 +116,16 @@ class Aggregation:
     def __init__(self, reduction: GradientReduction, passes: int, average: bool) -> None:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
+        super().__init__()
         self.backward_passes_per_step, self.average_aggregated_gradients = passes, average
         self.counter: Any = None
         self.reduction = reduction
         self.local: dict[int, Any] = {}
         self._sums: dict[int, Any] = {}
         self._graph: Any = None  # owner of these variables; None outside of sessions
-        self.is_last: Any = None  # whether the latest gradients complete a step
+        self._num_begun = 0  # passes of the current step before these variables existed: those of other ranks
+        if passes > 1:
+            self.remember()
 
     @property
     def helper(self) -> Aggregation | None:
@@ -144,7 +150,7 @@ class Aggregation:
         with tf.control_dependencies(list(new.values())):
             added = [self._sums[id(variables[i])].assign_add(gradient) for i, gradient in new.items()]
             count = tf.identity(self.counter.assign_add(1))
-        self.is_last = tf.equal(count, self.backward_passes_per_step)
+        is_last = tf.equal(count, self.backward_passes_per_step)
         scale = 1.0 / self.backward_passes_per_step if self.average_aggregated_gradients else 1.0
 
         def reduce() -> list[Any]:
@@ -152,23 +158,42 @@ class Aggregation:
             return self.reduction(scaled, [variables[i] for i in known], self.local)
 
         with tf.control_dependencies(added):
-            results = tf.cond(self.is_last, reduce, lambda: [total.read_value() for total in sums])
+            results = tf.cond(is_last, reduce, lambda: [total.read_value() for total in sums])
         with tf.control_dependencies(results):
-            renewed = tf.cond(self.is_last, lambda: self._renew(sums), lambda: tf.constant(False))
+            renewed = tf.cond(is_last, lambda: self._renew(sums), lambda: tf.constant(False))
         with tf.control_dependencies([renewed]):
             outputs = dict(zip(known, [tf.identity(result) for result in results], strict=True))
         return [outputs.get(i) for i in range(len(gradients))]
 
-    def apply_gradients(self, apply: Callable[[], Any], count: Callable[[], Any]) -> Any:
-        """Call `apply` if the latest gradients complete a step, otherwise `count`."""
-        assert self.is_last is not None
+    def apply_gradients(self, gradients: Sequence[Any], apply: Callable[[], Any], count: Callable[[], Any]) -> Any:
+        """Call `apply` if the latest gradients, from which these come, complete a step, otherwise `count`."""
 
         def chosen(update: Callable[[], Any], answer: bool) -> Any:
             done = update()
             with tf.control_dependencies([] if done is None or tf.executing_eagerly() else [done]):
                 return tf.constant(answer)
 
-        return tf.cond(self.is_last, lambda: chosen(apply, True), lambda: chosen(count, False))
+        with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
+            # The counter says it also in a function that was traced in another pass than this one.
+            is_complete = tf.constant(True) if self.counter is None else tf.equal(self.counter.read_value(), 0)
+            return tf.cond(is_complete, lambda: chosen(apply, True), lambda: chosen(count, False))
+
+    def begun(self, read: Callable[[list[Any]], list[Any]]) -> tuple[int, dict[int, Any]]:
+        if self.counter is None:
+            return self._num_begun, {}
+        count, *sums = read([self.counter, *self._sums.values()])
+        return int(count), dict(zip(self._sums, sums, strict=True))
+
+    def resume(self, num_begun: int, sums: Mapping[int, Any], assign: Callable[[list[Any], list[Any]], None]) -> None:
+        self._num_begun = num_begun
+        if self.counter is None:
+            return
+        zeros = ((key, total.shape, total.dtype.as_numpy_dtype) for key, total in self._sums.items())
+        values = [sums[key] if key in sums else np.zeros(shape, dtype) for key, shape, dtype in zeros]
+        assign([self.counter, *self._sums.values()], [num_begun, *values])
+
+    def summed(self) -> Collection[int]:
+        return self._sums.keys()
 
     def _renew(self, sums: Sequence[Any]) -> Any:
         zeroed = [variable.assign(tf.zeros_like(variable)) for variable in [self.counter, *sums]]
@@ -180,18 +205,22 @@ class Aggregation:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if self.counter is None or graph is not self._graph:
             self._graph, self._sums = graph, {}
-            self.counter = _zeros([], tf.int32, "hvd_counter")
+            self.counter = _local_variable(tf.constant(self._num_begun, tf.int32), "hvd_counter")
         for variable in variables:
             if id(variable) not in self._sums:
                 self._sums[id(variable)] = _zeros(variable.shape, variable.dtype, "hvd_sum")
 
 
 def _zeros(shape: Any, dtype: Any, name: str) -> Any:
-    v1, dtype = tf.compat.v1, tf.as_dtype(dtype).base_dtype
+    return _local_variable(tf.zeros(shape, tf.as_dtype(dtype).base_dtype), name)
+
+
+def _local_variable(value: Any, name: str) -> Any:
+    v1 = tf.compat.v1
     if tf.executing_eagerly():
-        return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+        return tf.Variable(value, trainable=False, name=name)
     collections = [v1.GraphKeys.LOCAL_VARIABLES]
-    return v1.Variable(tf.zeros(shape, dtype), trainable=False, use_resource=True, collections=collections, name=name)
+    return v1.Variable(value, trainable=False, use_resource=True, collections=collections, name=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +388,7 @@ class GradientReduction:
 
             def wait() -> Sequence[torch.Tensor]:
                 if due is not None:
-                    due()
+                    due(f"{name}.first")
                 if key not in compared:
                     self._compare(shapes, present, variables, name)
                     compared.add(key)
@@ -440,11 +469,22 @@ class _DistributedTape:
         """Exclude the gradients of this variable from the reduction."""
         self._aggregation.local[id(source)] = source
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """Return the tape's own gradients, reduced over the ranks."""
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the tape's own gradients, reduced over the ranks. `use_generic_names` is for old code: ignored."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
         flat = self._aggregation.reduced(tf.nest.flatten(gradients), tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs of a source and its gradient: those that are not reduced, and those that are."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
+        local = self._aggregation.local
+        return [pair for pair in pairs if id(pair[0]) in local], [pair for pair in pairs if id(pair[0]) not in local]
 
 
 def DistributedGradientTape(
