@@ -50,11 +50,12 @@ def test_allreduce_of_every_dtype_and_op(sets):
                 for result in both_ways(reduce, mine((5, 17), dtype)):
                     check(result, reduced(of_all(process_set, (5, 17), dtype), op), dtype)
         for dtype in SMALL:
-            for op in (hvd.Sum, hvd.Min, hvd.Max):
+            for op in (hvd.Sum, hvd.Min, hvd.Max, hvd.Average, hvd.Product):
                 for result in both_ways(
                     lambda x, op=op, p=process_set: hvd.allreduce(x, op=op, process_set=p), mine((5, 17), dtype)
                 ):
-                    check(result, reduced(of_all(process_set, (5, 17), dtype), op), dtype)
+                    expected = reduced(of_all(process_set, (5, 17), dtype), op)
+                    check(result, expected.astype(np.int64).astype(dtype.as_numpy_dtype), dtype)  # products wrap
     if hvd.size() > 1:
         with raises(ValueError, "not supported", "convert the tensor"):
             hvd.allreduce(tf.constant([True]))
@@ -115,6 +116,53 @@ def test_indexed_slices_are_gathered():
         hvd.allreduce(slices(), op=hvd.Adasum)
     with pytest.raises(NotImplementedError):
         hvd.allreduce(slices(), op=hvd.Sum, prescale_factor=0.5)
+
+
+@session
+def test_short_integers_are_averaged_in_full_range_and_multiplied_like_their_products():
+    largest = {tf.uint8: 255, tf.int8: 127, tf.int16: 32767}
+    for dtype, number in largest.items():
+        given = tf.constant([number, number - 1, 0], dtype)
+        for averages in both_ways(lambda x: hvd.allreduce(x, op=hvd.Average), given):
+            check(averages, [number, number - 1, 0], dtype)
+        products = hvd.grouped_allreduce([tf.constant([3, 2], dtype), tf.ones([2])], op=hvd.Product)
+        with np.errstate(over="ignore"):
+            expected = np.array([3, 2], dtype.as_numpy_dtype) ** hvd.size()
+        check(products[0], expected, dtype)
+        check(products[1], [1.0, 1.0], tf.float32)
+        for scattered in both_ways(lambda x: hvd.reducescatter(x, op=hvd.Average), tf.fill([hvd.size()], given[0])):
+            check(scattered, [number], dtype)
+
+
+@session
+def test_averages_of_integer_slices_are_quotients():
+    for dtype, quotient in (
+        (tf.uint8, tf.float32),
+        (tf.int16, tf.float32),
+        (tf.int32, tf.float64),
+        (tf.int64, tf.float64),
+    ):
+        slices = tf.IndexedSlices(tf.constant([1, 2], dtype), tf.constant([0, 1]))
+        for average in (hvd.allreduce(slices), tf.function(lambda s=slices: hvd.allreduce(s))()):
+            check(average.values, np.tile([1 / hvd.size(), 2 / hvd.size()], hvd.size()), quotient)
+
+
+@session
+def test_an_unknown_process_set_in_a_graph_is_a_value_error():
+    unknown = hvd.ProcessSet([0])
+    for build in (
+        lambda: hvd.allreduce(tf.ones(3), process_set=unknown),
+        lambda: hvd.allgather(tf.ones(3), process_set=unknown),
+        lambda: hvd.broadcast(tf.ones(3), 0, process_set=unknown),
+        lambda: hvd.alltoall(tf.ones(3), process_set=unknown),
+        lambda: hvd.reducescatter(tf.ones(3), process_set=unknown),
+        lambda: hvd.size_op(99),
+        lambda: hvd.process_set_included_op(99),
+    ):
+        with raises(ValueError, "does not exist"):
+            tf.function(build)()
+        with tf.Graph().as_default(), raises(ValueError, "does not exist"):
+            build()
 
 
 @session(sets=True)

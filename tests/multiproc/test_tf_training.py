@@ -107,6 +107,19 @@ def test_local_sources_and_sparse_gradients():
 
 
 @session
+def test_local_and_global_gradients_are_told_apart():
+    shared, local = tf.Variable(1.0), tf.Variable(2.0)
+    with tf.GradientTape() as tape:
+        loss = shared * (hvd.rank() + 1.0) + local * (hvd.rank() + 1.0)
+    tape = hvd.PartialDistributedGradientTape(tape)
+    tape.register_local_source(local)
+    of_local, of_shared = tape.get_local_and_global_gradients(loss, [shared, local], use_generic_names=True)
+    assert of_local[0][0] is local
+    assert float(of_local[0][1]) == (hvd.rank() + 1) / hvd.size()
+    assert [(source is shared, float(gradient)) for source, gradient in of_shared] == [(True, (hvd.size() + 1) / 2)]
+
+
+@session
 def test_small_gradients_of_two_models_in_functions_of_one_name():
     """The gradients are sent in one tensor; a rank that traces its function again stays in step with the others."""
 

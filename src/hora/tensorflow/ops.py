@@ -17,12 +17,12 @@ import torch
 import hora.torch as hvd
 from hora import engine
 from hora.engine.request import Kind
-from hora.tensorflow.bridge import as_tensor, call, carry_out, recording
+from hora.tensorflow.bridge import as_tensor, call, carry_out, own_errors, recording
 from hora.tensorflow.compression import Compression, Compressor
 from hora.torch.collective import Collective
 from hora.torch.functions import broadcast_tensors
-from hora.torch.process_sets import ProcessSet, global_process_set
-from hora.torch.reduce_op import Average, Sum, handle_average_backwards_compatibility
+from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
+from hora.torch.reduce_op import Average, Product, Sum, handle_average_backwards_compatibility
 
 __all__ = [
     "allgather",
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Gradient = Callable[..., Sequence[Any]]
+_SHORT = (tf.uint8, tf.int8, tf.int16)
 
 
 def allreduce(
@@ -109,6 +110,11 @@ def _reduce(
     ignore_name_scope: bool,
 ) -> list[Any]:
     """Run an allreduce or a reducescatter, grouped or not, on the compressed tensors."""
+    if collective.op in (Average, Product) and any(tensor.dtype in _SHORT for tensor in tensors):
+        # A sum or a product of short integers would leave their range before it is divided.
+        longer = [tf.cast(tensor, tf.int32) if tensor.dtype in _SHORT else tensor for tensor in tensors]
+        outputs = _reduce(collective, longer, compression, ignore_name_scope)
+        return [tf.cast(output, tensor.dtype) for output, tensor in zip(outputs, tensors, strict=True)]
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     scattered = collective.kind is Kind.REDUCESCATTER
@@ -154,8 +160,8 @@ def _alike(gradients: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 def _divided(value: Any, process_set: ProcessSet) -> Any:
-    members = tf.cast(_members(process_set), value.dtype)
-    return value / members if value.dtype.is_floating else value // members
+    """Return the quotient; of integers a floating-point number, as TensorFlow divides."""
+    return value / tf.cast(_members(process_set), value.dtype)
 
 
 def allgather(
@@ -318,11 +324,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> Any:
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return the number of members of a process set when the operation runs, as int32."""
+    _check_in_graph(process_set_id)
     return _number(lambda: len(_ranks(process_set_id)), name or "HorovodSize")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if this process is a member of the set when the operation runs, else 0, as int32."""
+    _check_in_graph(process_set_id)
     return _number(lambda: int(hvd.rank() in _ranks(process_set_id)), name or "HorovodProcessSetIncluded")
 
 
@@ -339,6 +347,13 @@ def rank_op(name: str | None = None) -> Any:
 def local_rank_op(name: str | None = None) -> Any:
     """Return this process's rank on its host when the operation runs, as int32."""
     return _number(hvd.local_rank, name or "HorovodLocalRank")
+
+
+def _check_in_graph(process_set: ProcessSet | int) -> None:
+    """Raise ValueError for an unknown set when a graph is built; when it runs, it would be an error of TensorFlow."""
+    if not tf.executing_eagerly() and hvd.is_initialized():
+        with own_errors():
+            _ranks(process_set if isinstance(process_set, int) else registered_id(process_set))
 
 
 def _ranks(process_set_id: int) -> list[int]:
@@ -378,6 +393,7 @@ def _collective(
     if not tf.executing_eagerly() and collective.name is None:
         kind = collective.kind.name.capitalize()
         collective = collective._replace(name=_safe(f"Horovod{kind}_{tensors[0].name}"))
+    _check_in_graph(collective.process_set)
 
     def forward(*inputs: Any) -> tuple[Any, Gradient]:
         leaves_scopes = ignore_name_scope and not tf.executing_eagerly()
