@@ -66,6 +66,45 @@ def test_a_training_gets_its_data_from_another_job(dispatchers, side, tmp_path):
         compute.kill()
 
 
+def listening_sockets(pids):
+    """Return the local addresses, with their device, on which these processes listen."""
+    lines = subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split()[3] for line in lines if any(f"pid={pid}," in line for pid in pids)]
+
+
+def descendants(pid):
+    found = [pid]
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            found += descendants(int(child))
+    return found
+
+
+def test_servers_of_one_host_accept_nothing_from_others(tmp_path):
+    import ipaddress
+
+    from horovod.tensorflow.data.compute_service import TfDataServiceConfig
+
+    file = tmp_path / "service.json"
+    module = "horovod.tensorflow.data.compute_worker"
+    compute = subprocess.Popen([HOROVODRUN, "-np", "2", sys.executable, "-m", module, str(file)])
+    try:
+        config = TfDataServiceConfig.read(str(file), wait_for_file_creation=True, timeout=100)
+        client = config.compute_client()
+        client.wait_for_dispatcher_registration(0, timeout=100)
+        client.wait_for_dispatcher_worker_registration(0, timeout=100)
+        found = listening_sockets(descendants(compute.pid))
+        servers = [address for address in found if "%lo:" in address]
+        assert len(servers) == 3, found  # a dispatcher and two workers
+        others = [address.rpartition(":")[0].strip("[]") for address in found if address not in servers]
+        assert all(ipaddress.ip_address(address).is_loopback for address in others), found
+        client.shutdown()
+        client.close()
+        assert compute.wait(timeout=100) == 0
+    finally:
+        compute.kill()
+
+
 def test_an_invalid_configuration_or_a_service_without_workers_is_rejected(tmp_path):
     from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 

@@ -4,8 +4,9 @@
     horovodrun -np 2 python train.py     # reads the file and sends its datasets there
 
 Rank 0 of the compute job keeps a table of dispatchers and workers (`KeyValueStore`), with its address and key in the
-file. Its traffic is authenticated. The servers of `tf.data` are TensorFlow's and have no authentication: keep them on a
-private network.
+file. Its traffic is authenticated. The servers of `tf.data` are TensorFlow's and have no authentication: whoever
+reaches one reads and writes files as its user. In a job of one host nothing but this host reaches them. Between hosts
+they listen on all addresses, which HORA_STRICT=1 rejects.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import tensorflow as tf
 
 import hora.torch as hvd
 from hora import engine
+from hora.config import accept_risk
 from hora.errors import AuthenticationError
 from hora.files import replaced
 from hora.net.client import ControlClient
@@ -161,7 +164,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     several = compute_config.dispatchers > 1
     try:
         if compute_config.dispatcher_side == "training" and (several or rank == 0):
-            server = tf.data.experimental.service.DispatchServer()
+            _accept_reach()
+            server = _started(tf.data.experimental.service.DispatchServer)
             client.register_dispatcher(rank, _reachable(server.target))
         mine = rank if several else 0
         address = client.wait_for_dispatcher_registration(mine, compute_config.timeout)
@@ -212,7 +216,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     dispatcher = worker = None
     try:
         if compute_config.dispatcher_side == "compute" and index % each == 0:
-            dispatcher = tf.data.experimental.service.DispatchServer()
+            dispatcher = _started(tf.data.experimental.service.DispatchServer)
             client.register_dispatcher(dispatcher_id, _reachable(dispatcher.target))
         address = client.wait_for_dispatcher_registration(dispatcher_id, timeout)
         options = tf.data.experimental.service.WorkerConfig(
@@ -221,7 +225,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
             heartbeat_interval_ms=1000,
             dispatcher_timeout_ms=timeout * 1000,
         )
-        worker = tf.data.experimental.service.WorkerServer(options)
+        worker = _started(lambda: tf.data.experimental.service.WorkerServer(options))
         client.register_worker_for_dispatcher(dispatcher_id, index)
         log.info("worker %d serves dispatcher %d at %s", index, dispatcher_id, address)
         client.wait_for_shutdown()
@@ -239,11 +243,12 @@ def serve(configfile: str, dispatchers: int = 1, dispatcher_side: str = "compute
         raise ValueError(
             f"the number of processes ({size}) must be a multiple of the number of dispatchers ({dispatchers})"
         )
+    _accept_reach()
     table = config = None
     try:
         if rank == 0:
             key = new_secret()
-            listening = "127.0.0.1" if len(engine.current_runtime().sharing) == 1 else "0.0.0.0"
+            listening = "127.0.0.1" if _is_one_host() else "0.0.0.0"
             table = KeyValueStore((listening, 0), Credentials(key, _PURPOSE), name="hora-data-service")
             places = {"all": [(_own_address(), table.port)]}
             config = TfDataServiceConfig(dispatchers, size // dispatchers, dispatcher_side, places, key, timeout)
@@ -259,9 +264,61 @@ def _own_address() -> str:
     """Return the address at which other hosts reach this one; loopback if there are none."""
     runtime = engine.current_runtime()
     address = runtime.world.rendezvous.address
-    if len(runtime.sharing) == 1 or not address:
+    if _is_one_host() or not address:
         return "127.0.0.1"
     return source_address(address)
+
+
+def _is_one_host() -> bool:
+    return len(engine.current_runtime().sharing) == 1
+
+
+def _accept_reach() -> None:
+    """Warn that the servers of a job on several hosts are open; raises ValueError with HORA_STRICT=1."""
+    if not _is_one_host():
+        accept_risk(
+            "the servers of tf.data listen on all addresses of these hosts and have no authentication: whoever reaches "
+            "them reads and writes files as you. Keep them on a private network, or run the compute workers on one "
+            "host, with the training",
+            warn=hvd.rank() == 0,
+        )
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """Start a server of TensorFlow; in a job of one host it accepts nothing from other hosts.
+
+    TensorFlow lets nobody choose the address on which a server listens.
+    """
+    before = {found.getsockname()[1] for found in _listening()}
+    server = start()
+    if _is_one_host():
+        try:
+            for found in _listening():
+                if found.getsockname()[1] not in before:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+        except OSError as error:  # Linux before 5.7
+            _stop(server)
+            accept_risk(f"a server of tf.data would accept other hosts: this kernel does not confine it ({error})")
+            server = start()
+    return server
+
+
+def _listening() -> Iterator[socket.socket]:
+    """Yield the sockets of this process that listen on a port, each while it is used."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copied = os.dup(int(name))
+        except OSError:  # closed since
+            continue
+        try:
+            found = socket.socket(fileno=copied)
+        except OSError:
+            os.close(copied)
+            continue
+        with found:
+            inet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+            if inet and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield found
 
 
 def _reachable(target: str) -> str:

@@ -36,8 +36,8 @@ _V1Optimizer: Any = tf.compat.v1.train.Optimizer
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
-# Called before each reduction of all gradients: returns what must be done first and waits for other ranks. That gets the
-# name of the graph's operation, if there is one: two optimizers of a graph may do it at the same time.
+# Called before each reduction of all gradients: returns what must be done first and waits for other ranks. That gets
+# the name of the operation of a graph, if there is one: two optimizers of a graph may do it at the same time.
 First = Callable[[], Callable[..., None] | None]
 
 # Names and shapes of gradients that all ranks of a runtime have compared and found equal.
