@@ -1,4 +1,4 @@
-"""What Hora needs of other packages and of Python: oldest versions, extras, the GIL, known vulnerabilities of torch."""
+"""Requirements on other packages and on Python: oldest versions, extras, the GIL, known vulnerabilities of torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whether the ranks still train one model: watch compares, digest sums up tensors, difference finds words."""
+"""Comparison of ranks that must train the same model: watch compares, digest sums tensors, difference finds words."""

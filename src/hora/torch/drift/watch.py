@@ -67,13 +67,11 @@ _FIELDS = ("settings", "parameters", "buffers")
 
 @dataclass(frozen=True, kw_only=True)
 class DriftSettings:
-    """What the user wants to be compared. `local`: names of hyperparameters, parameters, buffers or modules that differ
-    between the ranks by intent. `buffers` returns those of the model, by name.
-    """
+    """The user's wishes for the comparison."""
 
     on_drift: str = "warn"  # or "error", "ignore"
-    local: Collection[str] = ()
-    buffers: Callable[[], Named] = tuple
+    local: Collection[str] = ()  # names of hyperparameters, parameters, buffers or modules that differ by intent
+    buffers: Callable[[], Named] = tuple  # returns the buffers of the model, by name
 
     def __post_init__(self) -> None:
         if self.on_drift not in _CHOICES:
