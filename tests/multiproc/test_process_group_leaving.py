@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_a_group_of_one_after_the_other_rank_has_left(place):
         with pytest.raises(HorovodInternalError, match="rank 1"):
             dist.new_group([0, 1])
         dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_that_has_expired_may_be_repeated(place):
+    start(place)
+    tensor = torch.ones(3)
+    if place.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        for _ in range(2):
+            with pytest.raises(HorovodInternalError, match=r"rank\(s\) \[1\]: .*You may wait for it again"):
+                work.wait(timedelta(seconds=0.2))
+    meanwhile(place, "rank 0 has waited", [0, 1])
+    if place.rank == 0:
+        assert work.wait(timedelta(seconds=60))
+        assert work.is_success()
+    else:
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == total(None) == [2.0] * 3
+    dist.destroy_process_group()
 
 
 def _outlive(place, *, dies):

@@ -218,7 +218,7 @@ class HoraProcessGroup(_BASE):
 
     # Waiting.
 
-    def finish(self, part: Any, deadline: float, limit_s: float) -> None:
+    def finish(self, part: Any, deadline: float, limit_s: float, *, ends_group: bool = True) -> None:
         """Wait for a request or a message of this group until the deadline; raises its error."""
         if isinstance(part, Message):
             if not part.done and not self._messages.wait(part, deadline):
@@ -233,23 +233,27 @@ class HoraProcessGroup(_BASE):
             if not until.done:
                 queue.wait(until)
             if not part.done:
-                self._time_out(part, limit_s)
+                self._time_out(part, limit_s, ends_group=ends_group)
         queue.result(part)
 
     def _finish_in_time(self, request: Request) -> None:
         self.finish(request, time.monotonic() + self._limit_s, self._limit_s)
 
-    def _time_out(self, request: Request, limit_s: float) -> None:
-        """End a request and the group on this rank with an error that names the missing ranks."""
-        self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
+    def _time_out(self, request: Request, limit_s: float, *, ends_group: bool) -> None:
+        """End a request and the group on this rank, or only this wait, with an error that names the missing ranks."""
+        if ends_group:
+            self._queue.waited_for = request.key  # before the other ranks ask, which have waited as long
         others = [rank for rank in self._ranks if rank != self._own_rank]
         absent = self._runtime.lines_of(others, self._queue.process_set_id, request.key)
         if request.done:
             return
         text = (
             f"rank {self._own_rank} waited {limit_s:g} s until the timeout in {request.name} for rank(s) "
-            f"{list(absent)}: {_listed(absent) or 'all ranks are in it'}. This process group cannot be used any more"
+            f"{list(absent)}: {_listed(absent) or 'all ranks are in it'}. "
         )
+        if not ends_group:
+            raise HorovodInternalError(f"{text}You may wait for it again")
+        text += "This process group cannot be used any more"
         self._has_timed_out = True
         self._queue.give_up(text)
 

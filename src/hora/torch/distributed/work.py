@@ -146,7 +146,10 @@ class Work(dist.Work):
             self._group.go_on_in_background()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for the operation; raises its error. The default timeout is the group's."""
+        """Wait for the operation; raises its error. The default timeout is the group's, and its end ends the group.
+
+        A collective goes on after a shorter one, and may be waited for again.
+        """
         limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if limit_s is None or limit_s <= 0:
             limit_s = self._limit_s
@@ -158,7 +161,7 @@ class Work(dist.Work):
         failure: Exception | None = None
         for part in self._parts:
             try:
-                self._group.finish(part, deadline, limit_s)
+                self._group.finish(part, deadline, limit_s, ends_group=deadline == 0.0 or deadline >= self._deadline)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
