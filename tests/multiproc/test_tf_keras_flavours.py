@@ -278,6 +278,35 @@ def keeps_the_loss_scale(hvd, keras, scaled):
     assert scale() == before
 
 
+def notices_drift(hvd, keras):
+    """Ranks that part in the middle of a training are named: another learning rate, other weights."""
+    import logging
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hora").addHandler(handler)
+    try:
+        for what in ("learning rate", "weights"):
+            said.clear()
+            model = network(keras, 0)
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+            model.compile(optimizer=optimizer, loss="mse")
+            for number in range(20):
+                model.train_on_batch(*data(hvd.rank()))
+                if number == 5 and hvd.rank() == 1 and what == "learning rate":
+                    optimizer.learning_rate = 0.001
+                elif number == 5 and hvd.rank() == 1:
+                    model.layers[0].set_weights([weight + 1 for weight in model.layers[0].get_weights()])
+            if hvd.rank() == 0:
+                (text,) = said
+                assert "rank 1" in text
+                assert (what == "learning rate") == ("learning rate" in text), text
+            assert hvd.rank() == 0 or not said
+    finally:
+        logging.getLogger("hora").removeHandler(handler)
+
+
 def keeps_what_it_remembers(hvd, keras, *optimizer_classes):
     for optimizer_class in optimizer_classes:
         keeps_a_begun_step(hvd, keras, optimizer_class)
@@ -428,6 +457,7 @@ def test_keras_2_between_two_steps():
     def body():
         keeps_what_it_remembers(hvd, tf.keras, tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD)
         keeps_the_loss_scale(hvd, tf.keras, tf.keras.mixed_precision.LossScaleOptimizer)
+        notices_drift(hvd, tf.keras)
         reduces_before_it_applies_aggregated_gradients(hvd, tf)
 
     session(hvd, body)
@@ -444,6 +474,7 @@ def test_keras_3_on_tensorflow_between_two_steps():
         keeps_what_it_remembers(hvd, keras, keras.optimizers.SGD)
         corrects_the_momentum(hvd, keras, keras.optimizers.SGD, scaled=True)
         keeps_the_loss_scale(hvd, keras, keras.optimizers.LossScaleOptimizer)
+        notices_drift(hvd, keras)
 
     session(hvd, body)
 
@@ -457,6 +488,7 @@ def test_keras_3_on_torch_between_two_steps():
     def body():
         keeps_what_it_remembers(hvd, keras, keras.optimizers.SGD)
         keeps_the_loss_scale(hvd, keras, keras.optimizers.LossScaleOptimizer)
+        notices_drift(hvd, keras)
 
     session(hvd, body)
 

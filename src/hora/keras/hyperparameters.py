@@ -120,3 +120,11 @@ def plain_numbers(optimizer: Any) -> dict[str, float]:
     names = [name for name, value in optimizer.get_config().items() if type(value) in (int, float, FollowedNumber)]
     found: dict[str, Any] = {name: getattr(optimizer, name, None) for name in names}
     return {name: float(value) for name, value in found.items() if type(value) in (int, float, FollowedNumber)}
+
+
+def compared_numbers(optimizer: Any) -> dict[str, float]:
+    """Return the hyperparameters that all ranks should have alike, the learning rate first."""
+    if optimizer is None:
+        return {}
+    rate = read_number(optimizer, "learning_rate") if learning_rate_variable(optimizer) is not None else None
+    return ({} if rate is None else {"learning_rate": rate}) | plain_numbers(optimizer)

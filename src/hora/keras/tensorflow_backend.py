@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hora.keras.values import StartCheck
+from hora.keras.drift import StartCheck
 from hora.tensorflow.gradients import Aggregation, GradientReduction
 from hora.torch.basics import rank
 
@@ -19,7 +19,7 @@ class TensorFlowAggregation(Aggregation):
     def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
         super().__init__(GradientReduction(**options, scale_local_gradients=scale_local), passes, average)
         self.process_set = self.reduction.process_set
-        self._check = StartCheck()
+        self._check = StartCheck(self.process_set)
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
@@ -50,4 +50,6 @@ class TensorFlowAggregation(Aggregation):
         if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside the session
             return super().reduced(gradients, variables)
         shared = [variable for variable in variables if id(variable) not in self.local]
-        return self.reduction(gradients, variables, self.local, functools.partial(self._check, shared))
+        return self.reduction(
+            gradients, variables, self.local, functools.partial(self._check.watch_drift, shared, self._owner())
+        )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.keras.values import StartCheck
+from hora.keras.drift import StartCheck
+from hora.keras.hyperparameters import compared_numbers, read_number
 from hora.torch.elastic.passes import BegunStep
 from hora.torch.process_sets import ProcessSet
 
@@ -31,7 +32,7 @@ class TorchAggregation(BegunStep):
         self._num_calls = 0
         self.local: dict[int, Any] = {}
         self.process_set: ProcessSet = options["process_set"]
-        self._check = StartCheck()
+        self._check = StartCheck(self.process_set)
         if passes > 1:
             self.remember()
 
@@ -89,6 +90,8 @@ class TorchAggregation(BegunStep):
             # Not the gradients that backward left in the parameters: sums of several passes, or the first step.
             for parameter, i in zip(parameters, shared, strict=True):
                 parameter.grad = gradients[i]
+        if self._owner() is not None:  # for the comparison of ranks that may drift apart
+            self._hooked.param_groups[0]["learning_rate"] = read_number(self._owner(), "learning_rate")
         self._hooked.synchronize()
         with self._hooked.skip_synchronize():
             self._hooked.step()  # changes nothing; the live page counts it
@@ -106,6 +109,7 @@ class TorchAggregation(BegunStep):
             options["groups"] = [[variable.value for variable in group] for group in options["groups"]]
         self._parameters = parameters
         self._hooked = hvd.DistributedOptimizer(_NoUpdate(parameters), named_parameters=names, **options)
+        self._hooked.param_groups[0].update(compared_numbers(self._owner()))
         if not during_backward:
             self._hooked.remove_hooks()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,55 +10,8 @@ import numpy as np
 import torch
 
 import hora.torch as hvd
-from hora.torch.basics import generation
 from hora.torch.functions import broadcast_tensors
 from hora.torch.reduce_op import Average, Sum
-
-log = logging.getLogger("hora")
-
-# The broadcast callback runs after the first batch, or with steps_per_execution after that many.
-_WARN_AT, _RAISE_AT = 2, 64
-
-
-class StartCheck:
-    """Compares the variables before a reduction: first with a warning, much later with an error.
-
-    It starts over in every world, because its ranks may be of different ages.
-    """
-
-    def __init__(self) -> None:
-        self._num_calls = 0
-        self._differ = False
-        self._generation: int | None = None
-
-    def __call__(self, variables: Sequence[Any]) -> Callable[..., None] | None:
-        """Return the comparison that is due before this reduction, if any. It waits for the other ranks.
-
-        It takes a name among the ranks, for comparisons at the same time.
-        """
-        if self._generation != generation():
-            self._generation, self._num_calls, self._differ = generation(), 0, False
-        self._num_calls += 1
-        if self._num_calls == _WARN_AT or (self._num_calls == _RAISE_AT and self._differ):
-            return functools.partial(self._compare, variables)
-        return None
-
-    def _compare(self, variables: Sequence[Any], name: str = "keras.start_check") -> None:
-        mine = [(tuple(variable.shape), zlib.crc32(to_numpy(variable).tobytes())) for variable in variables]
-        found = hvd.allgather_object(mine, name=name)
-        others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
-        self._differ = bool(others)
-        if not others:
-            return
-        text = (
-            f"the weights on rank {', '.join(map(str, others))} are not those of rank 0: gradients are reduced, but "
-            "the ranks did not start with the same model; add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to "
-            "the callbacks of fit, or call hvd.broadcast_variables(model.variables, root_rank=0)"
-        )
-        if self._num_calls >= _RAISE_AT:
-            raise ValueError(f"{text} (after {self._num_calls} steps, on rank {hvd.rank()})")
-        if hvd.rank() == 0:
-            log.warning("%s", text)
 
 
 def as_torch(array: Any) -> torch.Tensor:
