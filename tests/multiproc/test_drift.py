@@ -160,8 +160,10 @@ def test_a_parameter_that_one_rank_takes_out_of_shared_memory():
     def change():
         model[2].weight.data = model[2].weight.data + 1
 
-    with warned():  # the next step moves it back: the ranks do not part
+    words = "since step 20", f"replacements of 2.weight.data 1 on rank {last()}", "set p.data alike on all ranks"
+    with warned(*words):
         train(model, optimizer, at=21, change=change)
+    # The next step has moved it back, with this rank's slice of it.
     assert len({str(value.tolist()) for value in hvd.allgather_object(model[2].weight.detach().clone())}) == 1
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 
+REPLACED = "replacements of "  # before the name of a parameter whose `.data` was set
 _ROUNDING = 1e-5
 _WORDS = {"lr": "learning rate", "learning_rate": "learning rate", "weight_decay": "weight decay"}
 _SCHEDULER = "a scheduler that sees only its rank's loss? average it first: hvd.allreduce(loss)"
@@ -35,8 +36,12 @@ def of_settings(of_all: Sequence[Facts]) -> Difference:
     if found is not None:
         step, group, name, values = found
         num_groups = 1 + max(entry[1] for facts in of_all for entry in facts["history"])
-        what = _WORDS.get(name, name) + (f" of parameter group {group}" if num_groups > 1 else "")
-        hint = _SCHEDULER if _WORDS.get(name) == "learning rate" else _SETTING
+        what = _WORDS.get(name, name)
+        hint = _SCHEDULER if what == "learning rate" else _SETTING
+        if name.startswith(REPLACED):
+            what, hint = f"{name}.data", "with sharded=True set p.data alike on all ranks: each rank's slice is its own"
+        elif num_groups > 1:
+            what += f" of parameter group {group}"
         since = f"since step {of_all[0]['begin'] + step}"
         return Difference(f"{_begin(since)}: {_listed(what, of_all, values)}: {hint}")
     steps = [facts["steps"] for facts in of_all]

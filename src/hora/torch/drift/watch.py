@@ -47,6 +47,7 @@ from hora.engine.request import Kind, Request
 from hora.errors import DriftError
 from hora.telemetry.meters import meter
 from hora.torch.drift import difference
+from hora.torch.drift.difference import REPLACED
 from hora.torch.drift.digest import NUM_SUMS, all_equal, combined, digest, digest_of_text, flat, sums_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -207,9 +208,18 @@ class DriftWatch:
                 value = plain(new)
                 if self._settings.get((number, key), ...) != value:
                     self._settings[number, key] = value
-                    step = self.num_steps - self._begin
-                    self._history.append((step, number, key, value))
-                    self._chain = combined(self._chain, digest_of_text(f"{step} {number} {key} {value!r}"))
+                    self._add(number, key, value)
+
+    def replaced(self, name: str) -> None:
+        """Note that this rank has given other memory to a parameter that all of them share: every rank must."""
+        key = 0, f"{REPLACED}{name}"
+        value = self._settings[key] = self._settings.get(key, 0) + 1
+        self._add(*key, value)
+
+    def _add(self, group: int, key: str, value: Any) -> None:
+        step = self.num_steps - self._begin
+        self._history.append((step, group, key, value))
+        self._chain = combined(self._chain, digest_of_text(f"{step} {group} {key} {value!r}"))
 
     # --- a comparison -------------------------------------------------------------------------------------------------
 

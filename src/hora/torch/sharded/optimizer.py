@@ -32,7 +32,7 @@ from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
 from hora.torch.optimizer.order import AgreedOrder, agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.optimizer.turns import turn
-from hora.torch.sharded.shards import Shards
+from hora.torch.sharded.shards import ShardBucket, Shards, is_used_elsewhere
 from hora.torch.sharded.state import VALUES, Place, ShardState, kinds_of
 
 # (member, number of steps) -> its elements
@@ -384,10 +384,19 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._copies.after_step()
         shards.publish()
         if moved:
+            self._note_replaced(moved)
             shards.give_back(moved)
         meter.step_done()
         if self._drift is not None:
             self._drift.applied(self.param_groups)
+
+    def _note_replaced(self, moved: Sequence[tuple[ShardBucket, int]]) -> None:
+        """Have the ranks compare which parameters were given other memory, but for memory that one rank shares."""
+        if self._drift is not None:
+            for bucket, index in moved:
+                parameter = bucket.spec.parameters[index]
+                if not is_used_elsewhere(parameter):
+                    self._drift.replaced(self._parameter_names[parameter])
 
     def _step_ended(self) -> None:
         self._before = None

@@ -157,7 +157,7 @@ def let_go(buckets: Sequence[ShardBucket]) -> None:
                 parameter.data = parameter.detach().clone()
 
 
-def _is_used_elsewhere(parameter: torch.Tensor) -> bool:
+def is_used_elsewhere(parameter: torch.Tensor) -> bool:
     """Return whether other processes may have this parameter's memory: `share_memory`, `torch.multiprocessing`."""
     return parameter.is_cpu and parameter.is_shared()
 
@@ -217,7 +217,7 @@ class Shards(Reducer):
             runtime.barrier(self._set_id)
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.spec.parameters):
-                if not _is_used_elsewhere(parameter):
+                if not is_used_elsewhere(parameter):
                     parameter.data = bucket.lent[index].data
 
     def _make_own_buckets(self, specs: Sequence[BucketSpec]) -> None:
@@ -386,7 +386,7 @@ class Shards(Reducer):
             parameter = bucket.spec.parameters[index]
             if bucket.is_moved:
                 bucket.lend()
-            if _is_used_elsewhere(parameter):
+            if is_used_elsewhere(parameter):
                 parameter.detach().copy_(bucket.lent[index])
             else:
                 parameter.data = bucket.lent[index].data
