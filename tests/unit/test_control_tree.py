@@ -29,7 +29,9 @@ def a_control_tree(rank: int, size: int, heard: list[tuple[object, ...]]) -> Con
     names = ("lost", "leaving", "fault", "negotiating")
     told = {name: lambda *what, name=name: heard.append((name, *what)) for name in names}
     waits = lambda serial: Whereabouts([("allreduce", serial)], "train.py:3")  # noqa: E731
-    control_tree = ControlTree(rank, size, ControlEvents(**told, tick=lambda: None, whereabouts=waits))
+    control_tree = ControlTree(
+        rank, size, ControlEvents(**told, tick=lambda: None, whereabouts=waits, standstill=lambda question: b"")
+    )
     control_tree.start(given(rank))
     return control_tree
 

@@ -92,7 +92,7 @@ class ControlEvents:
     """Callbacks of the control tree to the runtime, called on the control tree's thread; they must not block.
 
     `negotiating(serial, rank, header, payload)`: a neighbour in the tree of a process set sent `up` or `round`.
-    `whereabouts(serial)` returns what this rank waits for in a set.
+    `whereabouts(serial)` returns what this rank waits for in a set, `standstill(question)` whether it may be stuck.
     """
 
     lost: Callable[[int], None]
@@ -100,6 +100,7 @@ class ControlEvents:
     fault: Callable[[str], None]
     negotiating: Callable[[int, int, Header, bytes], None]
     whereabouts: Callable[[int], Whereabouts]
+    standstill: Callable[[Header], bytes]
     tick: Callable[[], None]
 
 
@@ -253,13 +254,22 @@ class ControlTree:
     def whereabouts(self, ranks: Sequence[int], serial: int) -> dict[int, Whereabouts]:
         """Ask ranks what they wait for in a set, over separate connections; returns each one's answer."""
 
-        def ask(rank: int) -> Whereabouts:
+        answers = self.ask(ranks, {"want": "whereabouts", "set": serial})
+        return {
+            rank: Whereabouts.decode(found) if isinstance(found, bytes) else Whereabouts((), f"no answer: {found}")
+            for rank, found in answers.items()
+        }
+
+    def ask(self, ranks: Sequence[int], question: Header) -> dict[int, bytes | Exception]:
+        """Ask ranks over separate connections; returns each one's answer, or why there is none."""
+
+        def ask(rank: int) -> bytes | Exception:
             try:
                 with self._call(rank, _ASK_LIMIT_S) as connection:
-                    connection.send({"want": "whereabouts", "set": serial})
-                    return Whereabouts.decode(connection.receive(limit_s=_ASK_LIMIT_S)[1])
+                    connection.send(question)
+                    return bytes(connection.receive(limit_s=_ASK_LIMIT_S)[1])
             except (OSError, EOFError, KeyError) as error:
-                return Whereabouts((), f"no answer: {error}")
+                return error
 
         with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
             return dict(zip(ranks, pool.map(ask, ranks), strict=True))
@@ -332,6 +342,8 @@ class ControlTree:
                 self._receive_news(peer, checked(_News, header))
             case "whereabouts":
                 peer.send({}, self._events.whereabouts(int(header["set"])).encode())
+            case "standstill":
+                peer.send({}, self._events.standstill(header))
             case _:
                 self._accept_link(peer)
 

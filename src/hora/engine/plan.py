@@ -96,6 +96,11 @@ class BatchPlanner:
         """Return the requests that some members have not announced yet."""
         return [entry for entry in self._pending.values() if not entry.ready]
 
+    def missing(self, key: Key) -> list[int]:
+        """Return the members that have not announced a pending request. Thread-safe."""
+        entry = self._pending.get(key)
+        return [] if entry is None else entry.missing()
+
     def feed(self, member: int, signature: Signature, instance: int) -> None:
         """Feed an announcement of a member. Announcements of one member are fed in its own order."""
         self._positions[member] += 1

@@ -172,6 +172,11 @@ class OperationQueue(ProgressEngine):
         return [*filter(None, [self.waited_for]), *self.in_flight, *in_schedules]
 
     @property
+    def is_executing(self) -> bool:
+        """Return whether a batch that all members have agreed on has begun. Thread-safe."""
+        return self._stalls.has_begun
+
+    @property
     def num_in_flight(self) -> int:
         return len(self.in_flight) + self._exclusive + sum(schedule.num_in_flight for schedule in list(self.schedules))
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hora.config import EngineConfig
+from hora.engine import standstill
 from hora.engine.bootstrap import Bootstrap
 from hora.engine.control_tree import ControlEvents, ControlTree, Whereabouts
 from hora.engine.negotiation.base import LocalNegotiation, Negotiation
@@ -369,6 +370,10 @@ class ProcessSets:
         queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
         return Whereabouts([key for queue in queues for key in queue.keys_in_flight()], current_line())
 
+    def queues_by_serial(self) -> dict[int, OperationQueue]:
+        """Return the queues of the sets that this rank is in. Thread-safe."""
+        return {one.serial: one.queue for one in self._sets.copy().values() if one.queue is not None}
+
 
 class Runtime:
     """One initialized world, after `start`."""
@@ -387,6 +392,7 @@ class Runtime:
         self._solo_secret = new_secret()  # of a world of one
         self._messages: Messages | None = None
         self._looking = threading.Lock()
+        self._standstill = standstill.StandstillWatch(self.sets.queues_by_serial, self._ask)
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all have arrived, within the limit."""
@@ -400,6 +406,7 @@ class Runtime:
                     fault=self._broken,
                     negotiating=self.sets.deliver,
                     whereabouts=self.sets.whereabouts,
+                    standstill=lambda question: standstill.answer(self.sets.queues_by_serial(), question),
                     tick=self._on_tick,
                 )
                 self._bootstrap = Bootstrap(self.world, self.config, self._epoch, events, self.status.check_alive)
@@ -642,6 +649,8 @@ class Runtime:
             negotiation.tick()
         for queue in self.sets.queues():
             queue.inspect()
+        if self.world.rank == 0 and not self.config.stall_check_disable:
+            self._standstill.look()
         self._look_for_members()
 
     def _look_for_members(self) -> None:
@@ -660,6 +669,12 @@ class Runtime:
                         self.status.gone(rank, f"rank {rank} has left, or has ended")
 
         threading.Thread(target=look, name="hora-look-for-members", daemon=True).start()
+
+    def _ask(self, ranks: Sequence[int], question: Header) -> dict[int, bytes]:
+        """Return the answers of the ranks that give one."""
+        tree = self._control_tree
+        answers = {} if tree is None else tree.ask(ranks, question)
+        return {rank: found for rank, found in answers.items() if isinstance(found, bytes)}
 
     def lines_of(self, ranks: Sequence[int], number: int = 0, key: Key | None = None) -> dict[int, str]:
         """Return the line that each of these ranks' training threads is in, or why there is no answer; with a key, only

@@ -119,6 +119,19 @@ class ReductionSchedule(ProgressEngine):
     def keys_in_flight(self) -> list[Key]:
         return [item.reduction.signature.key(0) for item in [*self._items] if item.reduction is not None]
 
+    def has_started(self, key: Key, number: int) -> bool:
+        """Return whether this member has started item `number`, which is this reduction's. Thread-safe."""
+        return number <= self._num_items and any(one.signature.key(0) == key for one, _ in self._reductions)
+
+    def late_for(self, item: Item) -> list[int] | None:
+        """Return the members that this one waits for before it reduces an item; empty if they are on other hosts. None
+        if it waits for none. Thread-safe.
+        """
+        if self._closed:
+            return None
+        near = [self.queue.ranks.index(self.ranks[peer]) for peer in self._counters.missing(2 * item.number)]
+        return None if not near and self.link is None else near
+
     # Called by one thread at a time, the training thread.
 
     def turn(self, index: int, num_turns: int) -> int:

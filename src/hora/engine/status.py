@@ -196,6 +196,10 @@ class StallWatch:
     def begin(self, what: str) -> None:
         self._since, self._what, self._num_warnings = time.monotonic(), what, 0
 
+    @property
+    def has_begun(self) -> bool:
+        return self._since > 0.0
+
     def end(self) -> float:
         """Return the duration of the batch."""
         lasted_s, self._since = time.monotonic() - self._since, 0.0
