@@ -212,6 +212,7 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
             **nothing,
             negotiating=lambda serial, rank, header, payload: negotiation.receive(rank, header, payload),
             whereabouts=lambda serial: Whereabouts([]),
+            standstill=lambda question: b"",
         ),
     )
     tree = tree_of(size, ranks_per_host)

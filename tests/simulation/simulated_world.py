@@ -225,6 +225,7 @@ class Rank(Process):
             fault=self._on_fault,
             negotiating=self._on_negotiating,
             whereabouts=lambda serial: Whereabouts([]),
+            standstill=lambda question: b"",
             tick=self._on_tick,
         )
         self.control_tree = ControlTree(self.rank, self.world.size, events)

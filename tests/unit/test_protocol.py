@@ -23,7 +23,7 @@ from hora.net.rendezvous import Rendezvous, RendezvousEvents
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret, worker_key
 
 LIMIT_S = 60.0
-_EVENTS = ("lost", "leaving", "fault", "negotiating", "whereabouts", "tick")
+_EVENTS = ("lost", "leaving", "fault", "negotiating", "whereabouts", "standstill", "tick")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 VECTORS = {
     name: bytes.fromhex(text)

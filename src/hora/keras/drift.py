@@ -1,4 +1,4 @@
-"""Whether the ranks train the same Keras model: when they start, and from then on."""
+"""Comparison of ranks that must train the same Keras model: when they start, and from then on."""
 
 from __future__ import annotations
 
