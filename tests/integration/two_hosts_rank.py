@@ -66,8 +66,8 @@ def operations() -> dict[str, object]:
 
 def say_what_must_not_be_read() -> None:
     """Send the texts of a tensor, an object and a name across hosts; the test looks for them on the cable."""
-    told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
-    assert bytes(told.tolist()) == TENSOR_TEXT * 200
+    text = torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.float32).clone()
+    assert hvd.broadcast(text, root_rank=0).numpy().tobytes() == TENSOR_TEXT * 200
     assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=hvd.size() - 1) == {"text": OBJECT_TEXT * 20}
     hvd.allreduce(torch.ones(1), name=NAME_TEXT)
 
@@ -335,7 +335,9 @@ def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
 def rounds_of_sharded_steps(rounds: Callable[[], int]) -> int:
     """Return the number of negotiation rounds in steady steps of a sharded optimizer, or -1 if a result is wrong."""
     parameter = torch.nn.Parameter(torch.zeros(700_000))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], sharded=True)
+    # Ranks that compare themselves now and then announce that.
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, [("p", parameter)], sharded=True, on_drift="ignore")
     before = 0
     for number in range(10):
         if number == 3:
@@ -353,9 +355,9 @@ def steady_steps(victim: int | None) -> dict[str, object]:
     """
     rank, size = hvd.rank(), hvd.size()
     parameters = [torch.nn.Parameter(torch.zeros(count)) for count in (1_100_000, 5, 1_100_000, 70)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=1.0), [(f"p{n}", p) for n, p in enumerate(parameters)]
-    )
+    named = [(f"p{n}", p) for n, p in enumerate(parameters)]
+    # Ranks that have joined leave out steps of the others, so they part.
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, on_drift="ignore")
     wrong: list[object] = []
 
     def step(what: object, ranks: Sequence[int] = range(size)) -> None:
