@@ -286,23 +286,36 @@ def notices_drift(hvd, keras):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("hora").addHandler(handler)
+
+    def train(what, passes=1, **options):
+        said.clear()
+        model = network(keras, 0)
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.01), backward_passes_per_step=passes, average_aggregated_gradients=True, **options
+        )
+        model.compile(optimizer=optimizer, loss="mse")
+        for number in range(20 * passes):
+            model.train_on_batch(*data(hvd.rank()))
+            if number == 5 * passes and hvd.rank() == 1 and what == "learning rate":
+                optimizer.learning_rate = 0.001
+            elif number == 5 * passes and hvd.rank() == 1:
+                model.layers[0].set_weights([weight + 1 for weight in model.layers[0].get_weights()])
+
     try:
-        for what in ("learning rate", "weights"):
-            said.clear()
-            model = network(keras, 0)
-            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
-            model.compile(optimizer=optimizer, loss="mse")
-            for number in range(20):
-                model.train_on_batch(*data(hvd.rank()))
-                if number == 5 and hvd.rank() == 1 and what == "learning rate":
-                    optimizer.learning_rate = 0.001
-                elif number == 5 and hvd.rank() == 1:
-                    model.layers[0].set_weights([weight + 1 for weight in model.layers[0].get_weights()])
+        for what, passes in (("learning rate", 1), ("weights", 1), ("weights", 2)):
+            train(what, passes)
             if hvd.rank() == 0:
                 (text,) = said
                 assert "rank 1" in text
                 assert (what == "learning rate") == ("learning rate" in text), text
             assert hvd.rank() == 0 or not said
+        with pytest.raises(Exception, match="drifted apart") as caught:
+            train("weights", on_drift="error" if hvd.rank() == 0 else "warn")
+        assert "rank 1" in str(caught.value)
+        train("weights", on_drift="ignore")
+        assert not said
+        with pytest.raises(ValueError, match="on_drift must be one of warn, error, ignore"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), on_drift="raise")
     finally:
         logging.getLogger("hora").removeHandler(handler)
 

@@ -6,6 +6,9 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow")
 
+import contextlib
+import logging
+
 import numpy as np
 import tensorflow as tf
 from tf_session import check, raises, session
@@ -117,6 +120,120 @@ def test_local_and_global_gradients_are_told_apart():
     assert of_local[0][0] is local
     assert float(of_local[0][1]) == (hvd.rank() + 1) / hvd.size()
     assert [(source is shared, float(gradient)) for source, gradient in of_shared] == [(True, (hvd.size() + 1) / 2)]
+
+
+def eager_loop(step, number, rows):
+    for _ in range(number):
+        step(rows)
+
+
+def function_loop(step, number, rows):
+    compiled = tf.function(step)
+    for _ in range(number):
+        compiled(rows)
+
+
+def loop_in_a_function(step, number, rows):
+    @tf.function
+    def run(times):
+        for _ in tf.range(times):
+            step(rows)
+
+    run(tf.constant(number))
+
+
+@contextlib.contextmanager
+def heard():
+    """Yield the list of Hora's warnings on this rank."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("hora").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("hora").removeHandler(handler)
+
+
+@session
+def test_ranks_that_drift_apart_under_a_tape_are_named():
+    """The ranks compare the variables of a tape: eagerly, in a function, and in a loop inside of one."""
+    rows = tf.constant(data(hvd.rank())[0])
+
+    def training(local=False, **options):
+        model = network()
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            tape = hvd.DistributedGradientTape(tape, **options)
+            if local:
+                tape.register_local_source(model.trainable_variables[0])
+            for variable, gradient in zip(
+                model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True
+            ):
+                variable.assign_sub(0.01 * gradient)
+
+        def change():
+            if hvd.rank() == 1:
+                model.trainable_variables[0].assign_add(tf.ones([4, 3]))
+
+        return step, change
+
+    for loop in (eager_loop, function_loop, loop_in_a_function):
+        step, change = training()
+        other, _ = training()  # of another model, which stays the same
+
+        def both(x, step=step, other=other):
+            step(x)
+            other(x)
+
+        with heard() as texts:
+            loop(both, 20, rows)
+            assert not texts, (loop.__name__, texts)
+            change()
+            loop(both, 50, rows)
+        assert len(texts) == (hvd.rank() == 0), (loop.__name__, texts)
+        for text in texts:
+            assert "drifted apart" in text, text
+            assert "dense/kernel (variable 1 of 4)" in text, text
+            assert "on rank 1" in text, text
+            assert "hvd.broadcast_variables" in text, text
+        for choice in ({"on_drift": "ignore"}, {"local": True}):
+            step, change = training(**choice)
+            change()
+            with heard() as texts:
+                loop(step, 10, rows)
+            assert not texts, (loop.__name__, choice, texts)
+        step, change = training(on_drift="error")
+        change()
+        with raises((ValueError, tf.errors.InvalidArgumentError), "drifted apart", "rank 1"):
+            loop(step, 10, rows)
+    with raises(ValueError, "on_drift", "'raise'"):
+        hvd.DistributedGradientTape(tf.GradientTape(), on_drift="raise")
+
+
+@session
+def test_ranks_that_drift_apart_under_an_optimizer_of_version_1_are_named():
+    """Another learning rate that is a number, and other variables."""
+    rows = tf.constant(data(hvd.rank())[0])
+    for what in ("learning rate", "parameter"):
+        for compiled in (False, True):
+            weights, bias = tf.Variable(tf.ones([4, 1]), name="weights"), tf.Variable(0.5, name="bias")
+            rate = 0.01 if hvd.rank() == 0 or what == "parameter" else 0.02
+            optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.MomentumOptimizer(rate, 0.9))
+
+            def step(weights=weights, bias=bias, optimizer=optimizer):
+                optimizer.minimize(lambda: tf.reduce_mean((rows @ weights + bias) ** 2), var_list=[weights, bias])
+
+            if what == "parameter" and hvd.rank() == 1:
+                bias.assign(2.0)
+            run = tf.function(step) if compiled else step
+            with heard() as texts:
+                for _ in range(10):
+                    run()
+            assert len(texts) == (hvd.rank() == 0), (what, compiled, texts)
+            assert all("drifted apart" in text and what in text and "on rank 1" in text for text in texts), texts
 
 
 @session

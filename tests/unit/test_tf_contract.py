@@ -45,18 +45,18 @@ TENSORFLOW = {
     "SyncBatchNormalization": "fused=False, **kwargs",
     "DistributedGradientTape": "gradtape, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
     "op=0, "
-    f"gradient_predivide_factor=1.0, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
+    f"gradient_predivide_factor=1.0, num_groups=0, groups=None, {PS}, scale_local_gradients=True, on_drift='warn'",
     "DistributedOptimizer": "optimizer, name=None, use_locking=False, device_dense='', device_sparse='', "
     "compression=none, "
     "sparse_as_dense=False, backward_passes_per_step=1, op=0, gradient_predivide_factor=1.0, "
-    f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
+    f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True, on_drift='warn'",
 }
 
 # A compression of None stands for the backend's default, none.
 KERAS = {
     "DistributedOptimizer": "optimizer, name=None, device_dense='', device_sparse='', compression=None, "
     "sparse_as_dense=False, gradient_predivide_factor=1.0, op=0, backward_passes_per_step=1, "
-    f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
+    f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True, on_drift='warn'",
     "allreduce": "value, name=None, average=True, prescale_factor=1.0, postscale_factor=1.0, op=None, compression=None",
     "allgather": "value, name=None",
     "broadcast": "value, root_rank, name=None",

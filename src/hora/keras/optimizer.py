@@ -186,8 +186,13 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    on_drift: str = "warn",
 ) -> Any:
-    """Return the same optimizer (hyperparameters and state kept) that reduces gradients over the ranks."""
+    """Return the same optimizer (hyperparameters and state kept) that reduces gradients over the ranks.
+
+    The ranks compare hyperparameters and variables now and then; `on_drift`: "warn" on rank 0, "error" on all ranks,
+    or "ignore".
+    """
     if isinstance(optimizer, _Distributed):
         raise ValueError(
             f"rank {hvd.rank()}: {type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain "
@@ -208,7 +213,7 @@ def DistributedOptimizer(
     }
     if compression is not None:
         options["compression"] = compression
-    how = (backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    how = (backward_passes_per_step, average_aggregated_gradients, scale_local_gradients, on_drift)
     if backend == "torch":
         from hora.keras.torch_backend import TorchAggregation
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hora.keras.drift import StartCheck
+from hora.keras.hyperparameters import compared_numbers
+from hora.tensorflow.drift import Comparisons, settings_for
 from hora.tensorflow.gradients import Aggregation, GradientReduction
 from hora.torch.basics import rank
 
@@ -16,10 +17,12 @@ from hora.torch.basics import rank
 class TensorFlowAggregation(Aggregation):
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
-    def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
-        super().__init__(GradientReduction(**options, scale_local_gradients=scale_local), passes, average)
-        self.process_set = self.reduction.process_set
-        self._check = StartCheck(self.process_set)
+    def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool, on_drift: str) -> None:
+        reduction = GradientReduction(**options, scale_local_gradients=scale_local)
+        super().__init__(reduction, passes, average, self._due)
+        self.process_set = reduction.process_set
+        self._check = StartCheck(self.process_set, on_drift)
+        self._comparisons = Comparisons(settings_for(on_drift), self.process_set, self._numbers)
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; calls `update(gradients, variables)` once the step is complete."""
@@ -46,10 +49,10 @@ class TensorFlowAggregation(Aggregation):
                 "backward_passes_per_step=…)"
             )
 
-    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if not tf.compat.v1.executing_eagerly_outside_functions():  # variables have no values outside the session
-            return super().reduced(gradients, variables)
-        shared = [variable for variable in variables if id(variable) not in self.local]
-        return self.reduction(
-            gradients, variables, self.local, functools.partial(self._check.watch_drift, shared, self._owner())
-        )
+    def _numbers(self) -> dict[str, float]:
+        return compared_numbers(self._owner())
+
+    def _due(self, variables: Sequence[Any], name: str) -> Callable[..., None] | None:
+        """Return the comparison that is due: of the beginning, or of ranks that began with the same variables."""
+        due = self._check(variables)
+        return self._comparisons.due(variables, name) if self._check.agreed else due

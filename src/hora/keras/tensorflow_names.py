@@ -35,6 +35,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    on_drift: str = "warn",
 ) -> Any:
     """Return the same Keras optimizer (hyperparameters and state kept) that reduces gradients over the ranks.
 
@@ -44,7 +45,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return keras_optimizer.DistributedOptimizer(optimizer, **options)
     reduction, passes = GradientReduction.of(options), backward_passes_per_step
-    return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients)
+    return GraphOptimizer(optimizer, name, use_locking, reduction, passes, average_aggregated_gradients, on_drift)
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:

@@ -20,11 +20,11 @@ from hora.torch.process_sets import ProcessSet
 class TorchAggregation(BegunStep):
     """Accumulates gradients over `passes` calls, then reduces them over the ranks and updates."""
 
-    def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
+    def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool, on_drift: str) -> None:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         super().__init__()
-        self._options = options
+        self._options = options | {"on_drift": on_drift}
         self._passes, self._average, self._scale_local = passes, average, scale_local
         self._hooked: Any = None
         self._parameters: list[torch.Tensor] = []
@@ -32,7 +32,7 @@ class TorchAggregation(BegunStep):
         self._num_calls = 0
         self.local: dict[int, Any] = {}
         self.process_set: ProcessSet = options["process_set"]
-        self._check = StartCheck(self.process_set)
+        self._check = StartCheck(self.process_set, on_drift)
         if passes > 1:
             self.remember()
 

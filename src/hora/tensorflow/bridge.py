@@ -34,7 +34,7 @@ from hora.torch.collective import Collective, hand_over, repeated_allreduce, run
 _ALIGNMENT = 64
 
 # Dtypes with a torch equivalent. DLPack aborts the process if it gets a string.
-_DTYPES = frozenset(
+DTYPES = frozenset(
     {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.bool}
 )
 
@@ -125,7 +125,7 @@ def as_tensor(value: Any, *, moved: bool = False) -> Any:
     tensor = tf.convert_to_tensor(value)
     if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
         tensor = tf.identity(tensor)  # a value from outside the function becomes part of it and gets a name
-    carried = _DTYPES | set(_SIGNED) if moved else _DTYPES
+    carried = DTYPES | set(_SIGNED) if moved else DTYPES
     if tensor.dtype not in carried:
         known = ", ".join(sorted(dtype.name for dtype in carried))
         raise ValueError(f"a collective cannot carry tensors of {tensor.dtype.name}; it can carry {known}")
@@ -214,7 +214,7 @@ def _run_or_add(
     """Return the outputs of `now`, or of an operation for `work` that is added to the default graph."""
     if tf.executing_eagerly():
         with own_errors():
-            answer = now([_to_torch(tensor) for tensor in _moved(tensors)])
+            answer = now([to_torch(tensor) for tensor in _moved(tensors)])
             return _with_dtypes([_to_tensorflow(output) for output in answer], dtypes)
     assert name is not None
     _check_not_finalized()
@@ -253,7 +253,8 @@ def recording() -> bool:
     return bool(record.could_possibly_record())
 
 
-def _to_torch(tensor: Any) -> torch.Tensor:
+def to_torch(tensor: Any) -> torch.Tensor:
+    """Return a tensor that shares the memory of an eager one of `DTYPES`."""
     if "GPU" in tensor.device:
         with tf.device("CPU:0"):
             tensor = tf.identity(tensor)

@@ -7,6 +7,7 @@ continues.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 from hora.tensorflow.bridge import call
 from hora.tensorflow.compression import Compression, Compressor
+from hora.tensorflow.drift import Comparisons, compared, due_for_tape, plain_numbers, settings_for
 from hora.tensorflow.ops import allreduce, grouped_allreduce, size_op
 from hora.torch.basics import rank
 from hora.torch.elastic.passes import BegunStep
@@ -36,9 +38,12 @@ _V1Optimizer: Any = tf.compat.v1.train.Optimizer
 _BUCKET_BYTES = 4 * 2**20
 _FLAT_BYTES = 2**20
 
-# Called before each reduction of all gradients: returns what must be done first and waits for other ranks. That gets
-# the name of the operation of a graph, if there is one: two optimizers of a graph may do it at the same time.
-First = Callable[[], Callable[..., None] | None]
+# Called before each reduction of all gradients, with the name of the operation of a graph, or "". Returns what must be
+# done first and waits for other ranks. That gets a name, too: two optimizers of a graph may do it at the same time.
+First = Callable[[str], Callable[..., None] | None]
+
+# The same, given the variables that all ranks train.
+Before = Callable[[Sequence[Any], str], Callable[..., None] | None]
 
 # Names and shapes of gradients that all ranks of a runtime have compared and found equal.
 _compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
@@ -55,6 +60,7 @@ class GraphOptimizer(_V1Optimizer):
         reduction: GradientReduction,
         passes: int,
         average: bool,
+        on_drift: str,
     ) -> None:
         if isinstance(optimizer, GraphOptimizer):
             raise ValueError(
@@ -70,7 +76,10 @@ class GraphOptimizer(_V1Optimizer):
         self._optimizer = optimizer
         self.get_slot, self.get_slot_names = optimizer.get_slot, optimizer.get_slot_names
         self.variables = optimizer.variables
-        self._aggregation = Aggregation(reduction, passes, average)
+        comparisons = Comparisons(
+            settings_for(on_drift), reduction.process_set, functools.partial(plain_numbers, optimizer)
+        )
+        self._aggregation = Aggregation(reduction, passes, average, comparisons.due)
         self._agg_helper = self._aggregation.helper
 
     def __repr__(self) -> str:
@@ -113,13 +122,14 @@ class Aggregation(BegunStep):
     `tf.compat.v1.local_variables_initializer` sets them to zero.
     """
 
-    def __init__(self, reduction: GradientReduction, passes: int, average: bool) -> None:
+    def __init__(self, reduction: GradientReduction, passes: int, average: bool, before: Before) -> None:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         super().__init__()
         self.backward_passes_per_step, self.average_aggregated_gradients = passes, average
         self.counter: Any = None
         self.reduction = reduction
+        self._before = before
         self.local: dict[int, Any] = {}
         self._sums: dict[int, Any] = {}
         self._graph: Any = None  # owner of these variables; None outside of sessions
@@ -133,8 +143,12 @@ class Aggregation(BegunStep):
         return None if self.backward_passes_per_step == 1 else self
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients of one call, reduced."""
-        return self.reduction(gradients, variables, self.local)
+        """Return the gradients of one step, reduced; the ranks compare these variables now and then."""
+        first = None
+        if tf.compat.v1.executing_eagerly_outside_functions():  # variables have values outside the session
+            shared = compared(variables, self.local)
+            first = functools.partial(self._before, shared) if shared else None
+        return self.reduction(gradients, variables, self.local, first)
 
     def compute_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Accumulate gradients; returns the reduced sums in every `passes`-th call, otherwise the sums."""
@@ -155,7 +169,7 @@ class Aggregation(BegunStep):
 
         def reduce() -> list[Any]:
             scaled = [total.read_value() * tf.cast(scale, total.dtype) for total in sums]
-            return self.reduction(scaled, [variables[i] for i in known], self.local)
+            return self.reduced(scaled, [variables[i] for i in known])
 
         with tf.control_dependencies(added):
             results = tf.cond(is_last, reduce, lambda: [total.read_value() for total in sums])
@@ -301,7 +315,7 @@ class GradientReduction:
         if not dense:
             return
         if self.groups or tf.executing_eagerly():
-            due = first() if first is not None and tf.executing_eagerly() else None
+            due = first("") if first is not None and tf.executing_eagerly() else None
             if due is not None:
                 due()
             if tf.executing_eagerly() and len(dense) < len(gradients):
@@ -382,7 +396,7 @@ class GradientReduction:
             meter.step_done()
             answer = [torch.zeros((), dtype=torch.int32, device="cpu")]
             compared = _compared.setdefault(engine.current_runtime(), set())
-            due, key = None if first is None else first(), (name, tuple(present), tuple(shapes))
+            due, key = None if first is None else first(name), (name, tuple(present), tuple(shapes))
             if due is None and key in compared:
                 return answer
 
@@ -499,8 +513,12 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    on_drift: str = "warn",
 ) -> Any:
-    """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks."""
+    """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks.
+
+    The ranks compare the variables now and then; `on_drift`: "warn" on rank 0, "error" on all, "ignore".
+    """
     reduction = GradientReduction.of(locals())
     if isinstance(gradtape, _DistributedTape):
         raise ValueError(f"rank {rank()}: this tape is a DistributedGradientTape already; wrap the plain one once")
@@ -511,7 +529,8 @@ def DistributedGradientTape(
     base = type(gradtape)
     tape: Any = object.__new__(type(base.__name__, (_DistributedTape, base), {}))
     tape.__dict__ = gradtape.__dict__  # shared: both see what either records
-    tape._aggregation = Aggregation(reduction, 1, False)
+    before = functools.partial(due_for_tape, settings_for(on_drift), process_set)
+    tape._aggregation = Aggregation(reduction, 1, False, before)
     return tape
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
 
@@ -17,9 +17,17 @@ REPLACED = "replacements of "  # before the name of a parameter whose `.data` wa
 _ROUNDING = 1e-5
 _WORDS = {"lr": "learning rate", "learning_rate": "learning rate", "weight_decay": "weight decay"}
 _SCHEDULER = "a scheduler that sees only its rank's loss? average it first: hvd.allreduce(loss)"
-_SETTING = (
-    "set it to the same value on all ranks, or send rank 0's: hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
-)
+_SETTING = "set it to the same value on all ranks, or send rank 0's: "
+
+
+class Remedies(NamedTuple):
+    """Calls that make the ranks equal, in the words of a front."""
+
+    parameters: str = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+    settings: str = "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+
+
+TORCH = Remedies()
 
 
 @dataclass(frozen=True)
@@ -30,14 +38,14 @@ class Difference:
     is_rounding: bool = False
 
 
-def of_settings(of_all: Sequence[Facts]) -> Difference:
+def of_settings(of_all: Sequence[Facts], remedies: Remedies = TORCH) -> Difference:
     """Return the earliest difference of hyperparameters, or of the numbers of steps."""
     found = min(_earliest(of_all), default=None, key=lambda one: one[0])
     if found is not None:
         step, group, name, values = found
         num_groups = 1 + max(entry[1] for facts in of_all for entry in facts["history"])
         what = _WORDS.get(name, name)
-        hint = _SCHEDULER if what == "learning rate" else _SETTING
+        hint = _SCHEDULER if what == "learning rate" else _SETTING + remedies.settings
         if name.startswith(REPLACED):
             what, hint = f"{name}.data", "with sharded=True set p.data alike on all ranks: each rank's slice is its own"
         elif num_groups > 1:
@@ -52,7 +60,10 @@ def of_settings(of_all: Sequence[Facts]) -> Difference:
             f"{_begin(since)}: the number of applied steps is {listed}: a step that one rank leaves out? decide "
             "it on all ranks alike, by an averaged value: hvd.allreduce"
         )
-    return Difference(f"{_begin('in an earlier step')}: the hyperparameters were not the same on all ranks: {_SETTING}")
+    return Difference(
+        f"{_begin('in an earlier step')}: the hyperparameters were not the same on all ranks: {_SETTING}"
+        f"{remedies.settings}"
+    )
 
 
 def _earliest(of_all: Sequence[Facts]) -> Iterator[tuple[int, int, str, list[Any]]]:
@@ -91,7 +102,12 @@ def of_names(field: str, of_all: Sequence[Facts]) -> Difference:
 
 
 def of_tensor(
-    field: str, name: str, names: Sequence[str], of_all: Sequence[Facts], distances: Sequence[float]
+    field: str,
+    name: str,
+    names: Sequence[str],
+    of_all: Sequence[Facts],
+    distances: Sequence[float],
+    remedies: Remedies = TORCH,
 ) -> Difference:
     """Return the difference of parameters or buffers. `distances`: of tensor `name` from the first rank's."""
     others = [facts["rank"] for facts, distance in zip(of_all, distances, strict=True) if distance]
@@ -115,10 +131,10 @@ def of_tensor(
             f'DistributedOptimizer(..., local=["{name}"])'
         )
     elif agreed < 0:
-        hint = "were they sent before the training? hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+        hint = f"were they sent before the training? {remedies.parameters}"
     else:
         hint = "changed on one rank alone, beside optimizer.step()? change it alike on all ranks, or send it: "
-        hint += "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+        hint += remedies.parameters
     return Difference(f"{text}: {hint}")
 
 

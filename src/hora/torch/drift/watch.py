@@ -73,6 +73,7 @@ class DriftSettings:
     on_drift: str = "warn"  # or "error", "ignore"
     local: Collection[str] = ()  # names of hyperparameters, parameters, buffers or modules that differ by intent
     buffers: Callable[[], Named] = tuple  # returns the buffers of the model, by name
+    remedies: difference.Remedies = difference.TORCH
 
     def __post_init__(self) -> None:
         if self.on_drift not in _CHOICES:
@@ -152,6 +153,7 @@ class DriftWatch:
         self._ranks = self._runtime.sets.ranks(process_set_id)
         self._is_error = settings.on_drift == "error" or strict()
         self._local = frozenset(settings.local)
+        self._remedies = settings.remedies
         self._ended = set(_FIELDS if settings.on_drift == "ignore" else ())  # what is not compared any more
         self._exchange_s = math.inf
         self._plan: CallPlan | None = None
@@ -300,7 +302,7 @@ class DriftWatch:
         self._ended.update(_FIELDS)
         self._expect(self._gap)
         of_all = self._exchange(self._facts(fields, tensors))
-        found = difference.of_settings(of_all) if "settings" in fields else None
+        found = difference.of_settings(of_all, self._remedies) if "settings" in fields else None
         for field in fields:
             if found is None and field != "settings":
                 found = self._find_tensor(field, tensors[field], of_all)
@@ -364,7 +366,8 @@ class DriftWatch:
             self._run(Kind.BROADCAST, mine, first, f"{self._label}.{field}", root_rank=self._ranks[0])
             distances = self._exchange({"distance": _distance(mine, first)})
             if any(one["distance"] for one in distances):
-                return difference.of_tensor(field, name, names, of_all, [float(one["distance"]) for one in distances])
+                sizes = [float(one["distance"]) for one in distances]
+                return difference.of_tensor(field, name, names, of_all, sizes, self._remedies)
         return None
 
 
