@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -101,6 +102,64 @@ def test_servers_of_one_host_accept_nothing_from_others(tmp_path):
         client.shutdown()
         client.close()
         assert compute.wait(timeout=100) == 0
+    finally:
+        compute.kill()
+
+
+# Each rank is its own host.
+SEVERAL_HOSTS = os.environ | {"HORA_TRANSPORT": "tcp"}
+OPEN = "the servers of tf.data listen on all addresses of these hosts and have no authentication"
+
+
+def compute_job(file, *options, **environment):
+    return subprocess.Popen(
+        [HOROVODRUN, "-np", "2", sys.executable, "-m", "horovod.tensorflow.data.compute_worker", str(file), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **environment,
+    )
+
+
+def test_strict_refuses_servers_on_several_hosts(tmp_path):
+    compute = compute_job(tmp_path / "service.json", env=SEVERAL_HOSTS | {"HORA_STRICT": "1"})
+    try:
+        output, _ = compute.communicate(timeout=100)
+    finally:
+        compute.kill()
+    assert compute.returncode != 0
+    assert f"ValueError: refused because of HORA_STRICT=1: {OPEN}" in output, output[-4000:]
+    assert "Keep them on a private network" in output
+    assert not (tmp_path / "service.json").exists()
+
+
+def test_strict_refuses_dispatchers_in_a_training_on_several_hosts(tmp_path):
+    script, file = tmp_path / "train.py", tmp_path / "service.json"
+    script.write_text(TRAINING)
+    compute = compute_job(file, "--dispatcher-side", "training")  # on one host
+    try:
+        command = [HOROVODRUN, "-np", "2", sys.executable, str(script), str(file)]
+        environment = SEVERAL_HOSTS | {"HORA_STRICT": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+        assert done.returncode != 0
+        assert f"ValueError: refused because of HORA_STRICT=1: {OPEN}" in done.stdout + done.stderr
+    finally:
+        compute.terminate()
+        compute.communicate(timeout=100)
+
+
+def test_servers_on_several_hosts_are_warned_about_once(tmp_path):
+    script, file = tmp_path / "train.py", tmp_path / "service.json"
+    script.write_text(TRAINING)
+    compute = compute_job(file, env=SEVERAL_HOSTS)
+    try:
+        command = [HOROVODRUN, "-np", "2", sys.executable, str(script), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert "all elements came" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+        output, _ = compute.communicate(timeout=100)
+        assert compute.returncode == 0, output[-4000:]
+        assert output.count(OPEN) == 1, output[-4000:]
+        assert "HORA_STRICT=1 refuses this" in output
     finally:
         compute.kill()
 
