@@ -21,7 +21,7 @@
  *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
  *     src/hora/engine/shm/native.c patiently 2510f97021
  *     src/hora/engine/point_to_point.py Messages._progress 7942f6f797
- *     src/hora/engine/point_to_point.py Messages._turn 46b9026919
+ *     src/hora/engine/point_to_point.py Messages._turn 38b1a2fadb
  */
 #ifndef N
 #define N 2

@@ -175,12 +175,14 @@ def test_one_place_accepts_connections():
             makes = {"create_server", "create_unix_server", "start_server", "start_unix_server", "serve_forever"}
             if name in makes or (name == "listen" and not receiver.lower().endswith("server")):
                 listening.add((module, receiver))
-    assert accepting == {"hora/net/acceptor.py"}
+    # The agent's part takes only connections of its own user to an MPI library's port, and reads nothing of them.
+    assert accepting == {"hora/net/acceptor.py", "hora/launch/agent/pmi.py"}
     assert listening == {
         ("hora/net/sockets.py", "socket"),
         ("hora/net/sockets.py", "sock"),
         ("hora/net/server.py", "sockets"),
         ("hora/watch/address.py", "sockets"),
+        ("hora/launch/agent/pmi.py", "inner"),
         ("hora/launch/ha/following.py", "sockets"),  # the relay's listening socket
         ("hora/cli/doctor.py", "sockets"),  # peers only connect to its backlog
         ("hora/workers/capacity.py", "sockets"),  # a claim; nothing is accepted there

@@ -196,7 +196,8 @@ class ScalerStateHandler(SnapshotHandler):
 
     def discard_step(self) -> None:
         # What it remembers from `unscale_` to `update` is no part of its state dict.
-        self.value._per_optimizer_states.clear()
+        if self.value.is_enabled():
+            self.value._per_optimizer_states.clear()
 
 
 class GeneratorStateHandler(SnapshotHandler):
