@@ -11,6 +11,7 @@ from typing import Any
 import hora.torch as hvd
 from hora.keras.values import to_numpy
 from hora.torch.basics import generation
+from hora.torch.drift.watch import DriftSettings
 from hora.torch.process_sets import ProcessSet, global_process_set
 
 log = logging.getLogger("hora")
@@ -27,7 +28,7 @@ class StartCheck:
 
     def __init__(self, process_set: ProcessSet = global_process_set, on_drift: str = "warn") -> None:
         self._process_set = process_set
-        self._is_off = on_drift == "ignore"
+        self._is_off = DriftSettings(on_drift=on_drift).on_drift == "ignore"
         self._begin()
 
     def _begin(self) -> None:
