@@ -16,8 +16,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from group_calls import CALLS, assert_written
 from groups import make_group
 from hvd_session import session
+from test_compile import MODELS, network, trained
+from test_process_group import in_group
+from test_process_group_calls import callback, drop, future, poll, wait
 from test_shm_transport import Provider
 from transport_checks import check_everything
 
@@ -27,6 +31,7 @@ from hora.engine.transport import device_memory
 from hora.engine.transport.base import Membership
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.errors import DriftError
 from hora.telemetry.reporter import Machine
 
 pytestmark = [
@@ -500,3 +505,59 @@ def test_compressed_and_infrequent_exchanges_give_the_same_results_on_gpu_and_cp
         torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
         told = hvd.allgather_object(found[0].tolist())
         assert told[0] == told[1]
+
+
+def group_on_gpu(body):
+    """Run the body in a process group; tensors it makes without a device are on the GPU."""
+
+    @in_group
+    def on_device(rank, size, **arguments):
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        with torch.device("cuda"):
+            body(rank, size, **arguments)
+
+    return pytest.mark.ranks(2, 3)(on_device)
+
+
+@pytest.mark.parametrize("end", [wait, poll, future, callback, drop])
+@group_on_gpu
+def test_every_collective_of_a_process_group(rank, size, end):
+    group, ranks = dist.group.WORLD, list(range(size))
+    for count in (5, 30_001):
+        for name, build in CALLS.items():
+            for _ in range(3):  # the first call is negotiated, later ones may be repeated
+                call = build(group, ranks, rank, count)
+                assert any(tensor.is_cuda for tensor in call.outputs) or not call.outputs
+                end(name, call)
+                assert_written(name, call.outputs, call.expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@group_on_gpu
+def test_compiled_models_train_to_the_same_parameters(rank, size, kind):
+    expected = trained(torch.nn.parallel.DistributedDataParallel(network()), rank)
+    torch.testing.assert_close(trained(MODELS[kind](), rank), expected)
+
+
+@on_gpu
+def test_a_parameter_that_differs_on_one_rank_is_noticed(rank, size):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3)).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters(), on_drift="error"
+    )
+    x = torch.randn(8, 5, device="cuda")
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    train(140)
+    if rank == 1:
+        with torch.no_grad():
+            model[2].weight[1, 3] += 0.5
+    if size > 1:
+        with pytest.raises(DriftError, match=r"2\.weight .*on rank 1"):
+            train(140)
