@@ -507,36 +507,36 @@ def test_compressed_and_infrequent_exchanges_give_the_same_results_on_gpu_and_cp
         assert told[0] == told[1]
 
 
-def group_on_gpu(body):
+@in_group
+def on_gpu_in_group(rank, size, body):
     """Run the body in a process group; tensors it makes without a device are on the GPU."""
-
-    @in_group
-    def on_device(rank, size, **arguments):
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        with torch.device("cuda"):
-            body(rank, size, **arguments)
-
-    return pytest.mark.ranks(2, 3)(on_device)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with torch.device("cuda"):
+        body(rank, size)
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("end", [wait, poll, future, callback, drop])
-@group_on_gpu
-def test_every_collective_of_a_process_group(rank, size, end):
-    group, ranks = dist.group.WORLD, list(range(size))
-    for count in (5, 30_001):
-        for name, build in CALLS.items():
-            for _ in range(3):  # the first call is negotiated, later ones may be repeated
-                call = build(group, ranks, rank, count)
-                assert any(tensor.is_cuda for tensor in call.outputs) or not call.outputs
-                end(name, call)
-                assert_written(name, call.outputs, call.expected)
+def test_every_collective_of_a_process_group(place, end):
+    def check(rank, size):
+        for count in (5, 30_001):
+            for name, build in CALLS.items():
+                for _ in range(3):  # the first call is negotiated, later ones may be repeated
+                    call = build(dist.group.WORLD, list(range(size)), rank, count)
+                    end(name, call)
+                    assert_written(name, call.outputs, call.expected)
+
+    on_gpu_in_group(place, body=check)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", MODELS)
-@group_on_gpu
-def test_compiled_models_train_to_the_same_parameters(rank, size, kind):
-    expected = trained(torch.nn.parallel.DistributedDataParallel(network()), rank)
-    torch.testing.assert_close(trained(MODELS[kind](), rank), expected)
+def test_compiled_models_train_to_the_same_parameters(place, kind):
+    def compare(rank, size):
+        expected = trained(torch.nn.parallel.DistributedDataParallel(network()), rank)
+        torch.testing.assert_close(trained(MODELS[kind](), rank), expected)
+
+    on_gpu_in_group(place, body=compare)
 
 
 @on_gpu
