@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from hora.launch.agent.protocol import MESSAGES, Bye, Exited, Finish, Join, Message, Output, Start, Started
+from hora.launch.agent.protocol import MESSAGES, Exited, Finish, Join, Message, Output, Quit, Start, Started
 from hora.net.messages import Frames, frame
 from waiting import wait_until
 
@@ -50,7 +50,7 @@ def _agent() -> Iterator[tuple[LocalProcess, Iterator[Message]]]:
         assert isinstance(next(reports), Join)
         yield agent, reports
     finally:
-        agent.sock.sendall(frame(Finish(1.0)) + frame(Bye(0)))
+        agent.sock.sendall(frame(Finish(1.0)) + frame(Quit(0)))
         assert agent.process.wait(60) == 0
 
 
@@ -99,7 +99,7 @@ def test_temporary_files_of_a_worker_are_removed_when_it_exits(tmp_path, monkeyp
     os.kill({"worker": pid, "agent": process.pid, "guardian": agent.process.pid}[killed], signal.SIGKILL)
     wait_until("the files are gone", lambda: not made.parents[1].exists())
     if killed == "worker":
-        agent.sock.sendall(frame(Finish(1.0)) + frame(Bye(0)))
+        agent.sock.sendall(frame(Finish(1.0)) + frame(Quit(0)))
     agent.process.wait(60)
     wait_until("nothing is left", lambda: not list(tmp_path.iterdir()))
     agent.sock.close()

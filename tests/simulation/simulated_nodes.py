@@ -21,13 +21,13 @@ from hora.launch.agent import session
 from hora.launch.agent.agent import LEFT
 from hora.launch.agent.protocol import (
     MESSAGES,
-    Bye,
     Exited,
     Finish,
     Finished,
     Join,
     Leaving,
     Ping,
+    Quit,
     Start,
     Started,
     Terminate,
@@ -370,7 +370,7 @@ class SimulatedAgent:
                 self._end(grace_s)
             case Ping():
                 self.link.send(Pong())
-            case Bye(status):
+            case Quit(status):
                 self._status = status if self._status is None else self._status
                 self._end(AGENTS_GRACE_S)
 

@@ -30,7 +30,7 @@ from simulated_nodes import Descriptors, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
 from hora.launch.agent import agent
-from hora.launch.agent.protocol import Bye, Start
+from hora.launch.agent.protocol import Quit, Start
 from hora.launch.controller import agents, launcher
 from hora.launch.controller.agents import Agents
 from hora.launch.ha import following, leadership, store
@@ -202,7 +202,7 @@ class Kept(Process):
                 match message:
                     case Start():
                         self._obey(int(message.env["TERM"]), message.worker, message.env["RUN"])
-                    case Bye():
+                    case Quit():
                         status = message.status
         link.close()
         self.status = "" if status is None else str(status)

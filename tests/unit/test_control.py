@@ -407,7 +407,7 @@ def test_a_dropped_worker_is_rejected(place: Place):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(cut_off.next_world, World(worker=2, generation=0), timeout_s=LIMIT_S)
         assert [place.events.next(), place.events.next()] == [("joined", 2), ("waiting", 2, 0)]
-        place.server.give_up(2)
+        place.server.reject(2)
         assert answer.result(LIMIT_S) is None
     place.server.publish(1, {2: World(size=1, generation=1, worker=2)})
     assert cut_off.next_world(World(worker=2, generation=0), timeout_s=LIMIT_S) is None

@@ -169,7 +169,7 @@ def test_a_worker_outside_a_generation_gets_none_of_its_keys_and_cannot_take_par
     with pytest.raises(HorovodInternalError, match="worker 1 has no place in generation 1"):
         zombie.set("address", b"mine")
     assert zombie.next_world(before, timeout_s=LIMIT_S) is None
-    job.server.give_up(1)
+    job.server.reject(1)
     wait_until("it is given up", lambda: 1 in job.server._given_up)
     with pytest.raises(HorovodInternalError, match="worker 1 was given up"):
         zombie.get("address", timeout_s=LIMIT_S)

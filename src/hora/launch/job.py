@@ -196,7 +196,7 @@ class Observation(RendezvousEvents):
                 if world.rank in told.ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _STACKS_AGAIN_S:
                     self._asked_at[number] = time.monotonic()
                     self._stacks_to_show.add(number)
-                    self.rendezvous.ask({"question": "stack"}, number)
+                    self.rendezvous.query({"question": "stack"}, number)
         elif isinstance(told, Stacks) and worker in self._stacks_to_show and worker in self._worlds:
             self._stacks_to_show.discard(worker)
             world = self._worlds[worker]

@@ -90,7 +90,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
     script = None
     if options.host_discovery_script is not None:
         script = DiscoveryScript(options.host_discovery_script, default_slots=options.slots)
-    hosts = script.ask() if script is not None else find_hosts(options, environ, nodes)
+    hosts = script.run() if script is not None else find_hosts(options, environ, nodes)
     if (options.hosts or options.hostfile) and len({host.hostname for host in hosts}) < 2:
         raise ValueError(
             "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "

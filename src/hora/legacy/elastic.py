@@ -37,7 +37,7 @@ class HostDiscoveryScript(HostDiscovery):
         self._script = DiscoveryScript(discovery_script, default_slots=slots)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        return {host.hostname: host.slots for host in self._script.ask()}
+        return {host.hostname: host.slots for host in self._script.run()}
 
 
 class FixedHosts(HostDiscovery):

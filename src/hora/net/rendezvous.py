@@ -356,16 +356,16 @@ class Rendezvous(KeyValueStore):
         """Return when this worker last sent a message."""
         return self._heard.get(worker)
 
-    def give_up(self, worker: int, how: str = "", *, failed: bool = False) -> None:
+    def reject(self, worker: int, how: str = "", *, failed: bool = False) -> None:
         """Reject this worker from now on, even if it is still alive. `how`: release the ranks that wait for it.
 
         Only the first call has an effect.
         """
         self._server.call(lambda: self._dismiss(worker, how, failed))
 
-    def ask(self, question: Header, worker: int | None = None) -> None:
+    def query(self, question: Header, worker: int | None = None) -> None:
         """Send a question to one worker, or to all that send telemetry; the answer arrives as `telemetry`."""
-        self._server.call(lambda: self._ask(question, worker))
+        self._server.call(lambda: self._query(question, worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Give workers (by number) their places in a new generation; a worker without one is dismissed."""
@@ -466,7 +466,7 @@ class Rendezvous(KeyValueStore):
         if len(call.request.data) <= _TELEMETRY_BYTES:
             self._events.on_telemetry(worker, call.request.kind, call.request.data)
 
-    def _ask(self, question: Header, worker: int | None) -> None:
+    def _query(self, question: Header, worker: int | None) -> None:
         for number, peer in self._reporting.items():
             if worker is None or number == worker:
                 peer.send({"notice": "question", **question})

@@ -128,9 +128,9 @@ class Coordinator:
 
     # ---- what the page may do, from other threads --------------------------------------------------------------
 
-    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+    def query(self, question: Mapping[str, Any], worker: int | None = None) -> None:
         if self.rendezvous is not None:
-            self.rendezvous.ask(dict(question), worker)
+            self.rendezvous.query(dict(question), worker)
 
     def stop(self, why: str) -> None:
         if self._end is not None:

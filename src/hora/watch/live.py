@@ -35,7 +35,7 @@ _log = logging.getLogger("hora.watch")
 class JobControl(Protocol):
     """Operations of the page on the job. Thread-safe."""
 
-    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+    def query(self, question: Mapping[str, Any], worker: int | None = None) -> None:
         """Send a question to one worker, or to all."""
 
     def stop(self, why: str) -> None:
@@ -113,10 +113,10 @@ class Dashboard:
 
     def stacks(self) -> None:
         self._asked_stacks_at = time.time()
-        self._job.ask({"question": "stack"})
+        self._job.query({"question": "stack"})
 
     def profile(self, rank: int, seconds: float) -> None:
-        self._job.ask({"question": "profile", "seconds": seconds}, self._worker(rank))
+        self._job.query({"question": "profile", "seconds": seconds}, self._worker(rank))
 
     def _worker(self, rank: int) -> int:
         if rank not in self._run.places:
@@ -125,7 +125,7 @@ class Dashboard:
 
     def stop(self, *, commit: bool) -> None:
         if commit:
-            self._job.ask({"question": "commit"})
+            self._job.query({"question": "commit"})
             self._stop_at_commit = True
             self.note("event", -1, kind="note", text="stops after the next commit")
         else:

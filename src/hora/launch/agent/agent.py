@@ -31,7 +31,6 @@ from hora import lifeline
 from hora.launch.agent.fork_server import WorkerForks
 from hora.launch.agent.protocol import (
     MESSAGES,
-    Bye,
     Exited,
     Finish,
     Finished,
@@ -40,6 +39,7 @@ from hora.launch.agent.protocol import (
     Message,
     Output,
     Ping,
+    Quit,
     Start,
     Started,
     Taken,
@@ -204,7 +204,7 @@ class LocalLink(ThreadedLink):
 
 
 class Agent:
-    """Running -> (link gone, Finish, Bye, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
+    """Running -> (link gone, Finish, Quit, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
 
     A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `execute`: becomes a worker, in
     its forked process. `scratch`: a folder in which each worker may make its own (`HORA_SCRATCH`) for temporary files,
@@ -329,7 +329,7 @@ class Agent:
                     self._end(grace_s)
                 case Ping():
                     self._link.send(Pong())
-                case Bye(status):
+                case Quit(status):
                     self._end(GRACE_S, status)
 
     def _start(self, order: Start) -> None:

@@ -89,8 +89,8 @@ class ForkServer:
         with theirs:
             start(theirs.fileno())
 
-    def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
-        """Ask the server to load these modules and fork; the descriptors are closed if the server has ended."""
+    def request(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
+        """Have the server load these modules and fork; the descriptors are closed if the server has ended."""
         with contextlib.suppress(OSError):
             request = {"load": list(modules), "fork": fork}
             socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
@@ -158,7 +158,7 @@ class WorkerForks(ForkServer):
         with contextlib.suppress(OSError):  # no descriptor is left, or the server is gone
             for _ in range(2):
                 pipes.append(os.pipe2(os.O_CLOEXEC))
-            self.ask(request, [write_end for _, write_end in pipes])
+            self.request(request, [write_end for _, write_end in pipes])
             pid = int(self.socket.recv(64) or 0)  # 0 at its end: the server is gone
         for read_end, write_end in pipes:
             os.close(write_end)

@@ -57,7 +57,7 @@ class _Array(ctypes.Structure):
     _fields_ = [("type", ctypes.c_uint16), ("size", ctypes.c_size_t), ("at", ctypes.c_void_p)]
 
 
-class _Process(ctypes.Structure):
+class _PmixProc(ctypes.Structure):
     """`pmix_proc_t`."""
 
     _fields_ = [("namespace", ctypes.c_char * _NAMESPACE_BYTES), ("rank", ctypes.c_uint32)]
@@ -91,7 +91,7 @@ class MpiWorld:
         if self._pmix is None:
             return {}
         found = ctypes.POINTER(ctypes.c_char_p)()
-        self._pmix.PMIx_server_setup_fork(ctypes.byref(_Process(_NAMESPACE, rank)), ctypes.byref(found))
+        self._pmix.PMIx_server_setup_fork(ctypes.byref(_PmixProc(_NAMESPACE, rank)), ctypes.byref(found))
         pairs: list[tuple[str, str, str]] = []
         while (item := found[len(pairs)]) is not None:
             pairs.append(os.fsdecode(item).partition("="))
@@ -225,7 +225,7 @@ def _pmix_server(size: int, folder: str) -> ctypes.CDLL:
         job.append(("pmix.pdata", _ARRAY, numbers))
     _call(library.PMIx_server_register_nspace, _NAMESPACE, size, *_packed(job, keep), None, None)
     for rank in range(size):
-        process = ctypes.byref(_Process(_NAMESPACE, rank))
+        process = ctypes.byref(_PmixProc(_NAMESPACE, rank))
         _call(library.PMIx_server_register_client, process, os.getuid(), os.getgid(), None, None, None)
     return library
 

@@ -4,7 +4,7 @@ They travel on an authenticated session (`hora.net.session`), or as frames on th
 agent of its own machine (`hora.net.messages`).
 
     agent:       Join -> Started, Output, Exited … -> Finished
-    controller:  Welcome or Refused -> Start, Terminate … -> Finish -> Bye
+    controller:  Welcome or Refused -> Start, Terminate … -> Finish -> Quit
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Finish(NamedTuple):
     grace_s: float
 
 
-class Bye(NamedTuple):
-    """The job is over, with this exit status."""
+class Quit(NamedTuple):
+    """The job is over: the agent ends with this exit status."""
 
     status: int
 
@@ -127,10 +127,10 @@ class Leaving(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """No process is left on the node. The agent waits for `Bye`."""
+    """No process is left on the node. The agent waits for `Quit`."""
 
 
-Order = Welcome | Refused | Start | Terminate | Finish | Bye | MeetAt | Taken | Ping  # of a controller
+Order = Welcome | Refused | Start | Terminate | Finish | Quit | MeetAt | Taken | Ping  # of a controller
 Report = Join | Pong | Started | Output | Exited | Leaving | Finished  # of an agent
 Message = Order | Report
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.protocol import MESSAGES, VERSION, Bye, Join, Leaving, MeetAt, Refused, Welcome
+from hora.launch.agent.protocol import MESSAGES, VERSION, Join, Leaving, MeetAt, Quit, Refused, Welcome
 from hora.launch.controller.launcher import BEATS, AgentHandle, wait_or_kill
 from hora.launch.limits import CUT_S, END_S, KILLED_S
 from hora.launch.slots import HostInfo
@@ -217,7 +217,7 @@ class Agents:
     def dismiss(self, status: int) -> None:
         """End the agents with the job's status. Return when they have disconnected, or after a time limit."""
         for node in self._all():
-            node.send(Bye(status))
+            node.send(Quit(status))
         with self._changed:
             self._changed.wait_for(lambda: not self._nodes, END_S)
         self.abandon()
@@ -244,7 +244,7 @@ class Agents:
             node.leaving = True
             self._tell()
         else:
-            node.take(message)
+            node.accept(message)
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         index, name = joining.node, joining.name[:_MAX_NAME_CHARS]

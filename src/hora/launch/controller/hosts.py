@@ -85,7 +85,7 @@ class DiscoveryScript:
         failing = False
         while not self._stop.wait(_INTERVAL_S):
             try:
-                found = self.ask()
+                found = self.run()
                 failing = False
             except (RuntimeError, ValueError) as error:
                 if not failing and not self._stop.is_set():
@@ -96,7 +96,7 @@ class DiscoveryScript:
                 known = found
                 changed(found)
 
-    def ask(self) -> list[HostInfo]:
+    def run(self) -> list[HostInfo]:
         """Run the script and return its hosts. Raises RuntimeError if it fails, ValueError if its output is invalid."""
         with self._lock:
             if self._stop.is_set():

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 
 from hora.launch.agent.protocol import (
     MESSAGES,
-    Bye,
     Exited,
     Finish,
     Finished,
@@ -34,6 +33,7 @@ from hora.launch.agent.protocol import (
     Message,
     Output,
     Ping,
+    Quit,
     Start,
     Started,
     Taken,
@@ -205,7 +205,7 @@ class AgentHandle:
                 peer.send(*pack(message))
             self._unsent.clear()
 
-    def take(self, message: Message) -> None:
+    def accept(self, message: Message) -> None:
         """Queue a report of the agent."""
         self._unanswered = 0
         self._inbox.put(message)
@@ -338,7 +338,7 @@ class LocalAgent(AgentHandle):
                 self._process.sock.shutdown(socket.SHUT_WR)  # only a part of the message is there
 
     def finish(self) -> None:
-        self.send(Bye(0))
+        self.send(Quit(0))
 
     def kill(self) -> None:
         self._process.kill()

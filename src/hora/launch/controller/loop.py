@@ -322,7 +322,7 @@ class _Controller(Observation):
             if worker.alive:
                 alive.setdefault(worker.host, []).append(worker.number)
             else:
-                self.rendezvous.give_up(worker.number)
+                self.rendezvous.reject(worker.number)
         never_started = leadership.launcher.adopt(alive, self)
         if never_started:  # the previous leader died between its decision and the order
             self._start(never_started)
@@ -423,7 +423,7 @@ class _Controller(Observation):
         for number in numbers:
             if not self._workers[number].exited:
                 # The function has ended on this worker, even if a thread or child keeps the process alive.
-                self.rendezvous.give_up(number, f"raised {self._reports[number].headline}", failed=True)
+                self.rendezvous.reject(number, f"raised {self._reports[number].headline}", failed=True)
                 self._launcher.terminate([number], grace_s=self._job.grace_s)
 
     def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
@@ -433,7 +433,7 @@ class _Controller(Observation):
                 self._bar_the_place_of(number)
             else:
                 self._workers[number].enter(WorkerState.LEFT, now)
-            self.rendezvous.give_up(number, f"{'was given up' if failed else 'is ended'}: {why}", failed=True)
+            self.rendezvous.reject(number, f"{'was given up' if failed else 'is ended'}: {why}", failed=True)
         self._save(now)
         self._log(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
         self._launcher.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
@@ -612,8 +612,8 @@ class _Controller(Observation):
 
     # ---- what an observer may do, from other threads --------------------------------------------------------
 
-    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
-        self.rendezvous.ask(dict(question), worker)
+    def query(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        self.rendezvous.query(dict(question), worker)
 
     def stop(self, why: str) -> None:
         self._stop_reason = why
@@ -692,7 +692,7 @@ class _Controller(Observation):
         worker.exited, worker.code, succeeded = True, ended.code, worker.state is WorkerState.SUCCEEDED
         failed = not self._ending and self._judge_exit(worker, ended)
         failed = failed or (ended.code != 0 and not succeeded)
-        self.rendezvous.give_up(number, f"ended with exit code {ended.code}", failed=failed)
+        self.rendezvous.reject(number, f"ended with exit code {ended.code}", failed=failed)
 
     def _judge_exit(self, worker: Worker, ended: Exited) -> bool:
         """Record the exit of a process; return whether it is a failure."""

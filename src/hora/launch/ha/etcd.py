@@ -70,7 +70,7 @@ class Etcd:
     def read(self) -> Contents:
         """Return a consistent snapshot of the leader's term and all values."""
         end = base64.b64encode(f"{self.prefix[:-1]}0".encode()).decode()  # '0' follows '/'
-        found = self._ask("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
+        found = self._request("kv/range", {"key": self._key(""), "range_end": end}).get("kvs", [])
         names = [base64.b64decode(one["key"]).decode(errors="replace").removeprefix(self.prefix) for one in found]
         leaders = [one for name, one in zip(names, found, strict=True) if name == "leader"]
         values = {
@@ -101,7 +101,7 @@ class Etcd:
         """Renew the lease; return whether this leader still leads. If another client's write detached the entry from
         the lease, it would outlive this leader: restore it.
         """
-        answer = self._ask("lease/keepalive", {"ID": leader.lease})
+        answer = self._request("lease/keepalive", {"ID": leader.lease})
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
             return False
         if self._conditionally("MOD", "mod_revision", leader.term, []):
@@ -109,7 +109,7 @@ class Etcd:
         return bool(self._led(leader.term, self._leader_entry(leader.name, leader.lease)))
 
     def resign(self, leader: LeaderTerm) -> None:
-        self._ask("lease/revoke", {"ID": leader.lease})
+        self._request("lease/revoke", {"ID": leader.lease})
 
     def evict(self, leader_version: str) -> None:
         remove = {"requestDeleteRange": {"key": self._key("leader")}}
@@ -119,7 +119,7 @@ class Etcd:
         return {"requestPut": {"key": self._key("leader"), "value": _encode({"name": name}), "lease": lease}}
 
     def _grant(self, ttl_s: int) -> str:
-        return str(self._ask("lease/grant", {"TTL": str(ttl_s)})["ID"])
+        return str(self._request("lease/grant", {"TTL": str(ttl_s)})["ID"])
 
     def _led(self, term: int, then: Mapping[str, Any]) -> int:
         """Do this if the leader of that term leads (0: no leader); return the revision, or 0 if it was not done."""
@@ -128,7 +128,7 @@ class Etcd:
     def _conditionally(self, target: str, field: str, revision: int, then: Sequence[Mapping[str, Any]]) -> int:
         """Do this if that revision of the leader's entry matches; return the new revision, or 0 if it was not done."""
         condition = {"key": self._key("leader"), "target": target, "result": "EQUAL", field: str(revision)}
-        answer = self._ask("kv/txn", {"compare": [condition], "success": list(then)})
+        answer = self._request("kv/txn", {"compare": [condition], "success": list(then)})
         return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
 
     # ---- the wire -------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Etcd:
     def _key(self, name: str) -> str:
         return base64.b64encode((self.prefix + name).encode()).decode()
 
-    def _ask(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request to the member that answered last, then to the others. StoreError lists all replies."""
         first, problems = self._member, []
         for number in range(len(self.members)):

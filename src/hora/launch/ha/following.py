@@ -31,13 +31,13 @@ from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ControllerLink, guarded
 from hora.launch.agent.protocol import (
     MESSAGES,
-    Bye,
     Exited,
     Join,
     Leaving,
     MeetAt,
     Message,
     Output,
+    Quit,
     Start,
     Started,
     Taken,
@@ -235,7 +235,7 @@ class LeaderLink(ControllerLink):
         return found.term, str(where["host"]), int(where["port"])
 
     def _end(self, status: int) -> None:
-        self._put(Bye(status))
+        self._put(Quit(status))
         self._over.set()
 
     def _serve(self, term: int, host: str, port: int) -> bool:
@@ -309,14 +309,14 @@ class LeaderLink(ControllerLink):
                 message = messages.get(timeout=self._poll_s)
                 if message is None:
                     return  # it has gone
-                self._take(message, host)
+                self._apply(message, host)
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._poll_s
                 with contextlib.suppress(StoreError):
                     if self._store.read().term > self._term:
                         return  # another one leads
 
-    def _take(self, message: Message, host: str) -> None:
+    def _apply(self, message: Message, host: str) -> None:
         match message:
             case Start():
                 assert self._welcome is not None
@@ -331,7 +331,7 @@ class LeaderLink(ControllerLink):
                 self._relay.set_target((host, port))
             case Taken(num_bytes):
                 self._count(-num_bytes)
-            case Bye(status):
+            case Quit(status):
                 self._end(status)
             case _:
                 self._put(message)

@@ -181,13 +181,13 @@ class LeaseStore:
     # ---- the wire -------------------------------------------------------------------------------------------
 
     def _get(self, kind: tuple[str, str, str]) -> dict[str, Any]:
-        return self._ask("GET", kind, None)
+        return self._request("GET", kind, None)
 
     def _replace(self, kind: tuple[str, str, str], content: Mapping[str, Any]) -> bool:
         """Replace the object; return False if it has changed since it was read."""
-        return self._ask("PUT", kind, content).get("code") != _CONFLICT
+        return self._request("PUT", kind, content).get("code") != _CONFLICT
 
-    def _ask(self, method: str, kind: tuple[str, str, str], content: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _request(self, method: str, kind: tuple[str, str, str], content: Mapping[str, Any] | None) -> dict[str, Any]:
         path = f"{kind[1]}/namespaces/{self.namespace}/{kind[2]}/{self.name}"
         try:
             # The kubelet rotates the token file before the token expires, so read it each time.

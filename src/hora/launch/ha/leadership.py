@@ -150,7 +150,7 @@ class Leadership:
         with contextlib.suppress(StoreError):  # it expires by itself
             self.store.resign(self._leader)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Tell the controller that the leadership is lost. Thread-safe."""
         if not self._over.is_set():
             self._over.set()
@@ -168,7 +168,7 @@ class Leadership:
                     continue
                 _log.warning("%s", error)
                 break
-        self.give_up()
+        self.abandon()
 
 
 _AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
@@ -274,7 +274,7 @@ class ElectionLoop:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(self._leaderless_s)
             if self._leadership is not None:
-                self._leadership.give_up()
+                self._leadership.abandon()
 
         threading.Thread(target=hand_over, name="hora-hand-over", daemon=True).start()
 

@@ -76,7 +76,7 @@ class RayHosts:
         """Return the first hosts once they have this many slots. Raises StartTimeoutError after the limit."""
         deadline, enough_since = time.monotonic() + limit_s, None
         while True:
-            granted = self._ask(wait_s=_GRANT_S)
+            granted = self._poll(wait_s=_GRANT_S)
             num_granted, now = sum(host.slots for host in granted), time.monotonic()
             if num_granted >= num_slots:
                 enough_since = enough_since or now
@@ -108,12 +108,12 @@ class RayHosts:
         self, known: list[HostInfo], changed: Callable[[Sequence[HostInfo]], None], stop: threading.Event
     ) -> None:
         while not stop.wait(self._interval_s()):
-            granted = self._ask()
+            granted = self._poll()
             if granted != known and not stop.is_set():
                 known = granted
                 changed(granted)
 
-    def _ask(self, wait_s: float = 0.0) -> list[HostInfo]:
+    def _poll(self, wait_s: float = 0.0) -> list[HostInfo]:
         """Poll the discovery and return the granted slots. `wait_s`: how long to wait for one more."""
         try:
             self._found = dict(self._discovery.find_available_hosts_and_slots())
@@ -124,8 +124,8 @@ class RayHosts:
             self._failing = True
         with self._lock:
             self._drop()
-            self._take(wait_s)
-            self._request()
+            self._accept_granted(wait_s)
+            self._reserve()
             counted = {host: min(self._num_granted(host), num_slots) for host, num_slots in self._found.items()}
         return [HostInfo(host, num_slots) for host, num_slots in counted.items() if num_slots]
 
@@ -172,7 +172,7 @@ class RayHosts:
                 if late:
                     self._refused_at[host] = now
 
-    def _take(self, wait_s: float) -> None:
+    def _accept_granted(self, wait_s: float) -> None:
         for held in self._slots.values():
             for one in [one for one in held if not one.granted]:
                 if wait_s > 0:
@@ -182,7 +182,7 @@ class RayHosts:
                 wait_s = wait_s if one.granted else 0.0
             held.sort(key=lambda one: not one.granted)  # stable
 
-    def _request(self) -> None:
+    def _reserve(self) -> None:
         total = sum(map(len, self._slots.values()))
         for host in sorted(self._found, key=lambda name: self._refused_at.get(name, 0.0)):
             held = self._slots.setdefault(host, [])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.agent.protocol import Bye, Join
+from hora.launch.agent.protocol import Join, Quit
 from hora.launch.controller.agents import Agents
 from hora.launch.controller.launcher import AgentHandle
 from hora.launch.limits import SILENCE_S, SPARK_END_S
@@ -167,7 +167,7 @@ class TaskAgent(AgentHandle):
     def dismiss(self, status: int) -> None:
         """Tell the task to end its process, if it still runs, and to return to Spark; a non-zero status fails it."""
         self.dismissed = True
-        self.send(Bye(status))
+        self.send(Quit(status))
 
     def _why_ended(self, status: int, *, joined: bool) -> str:
         return f"its Spark task ({self.task}) ended: the executor was lost or the task was killed"
@@ -293,7 +293,7 @@ class TaskAgents(Agents):
             self._copies.setdefault(joining.node, []).append((peer, joining))
         elif self._begun or self._over:
             # Spark repeats a stage that lost an executor. This job is over, so end the repetition.
-            peer.send(*pack(Bye(0)))
+            peer.send(*pack(Quit(0)))
         else:
             super()._join(peer, joining)
 

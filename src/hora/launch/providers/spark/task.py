@@ -17,13 +17,13 @@ from pathlib import Path
 
 from hora.launch.agent.protocol import (
     MESSAGES,
-    Bye,
     Exited,
     Finish,
     Join,
     Message,
     Output,
     Ping,
+    Quit,
     Refused,
     Start,
     Started,
@@ -85,7 +85,7 @@ class SparkTask:
 
 
 class _Bridge:
-    """Passes messages between the driver and an agent of this machine until the driver says `Bye` or is gone."""
+    """Passes messages between the driver and an agent of this machine until the driver says `Quit` or is gone."""
 
     def __init__(self, session: ClientSession, task: SparkTask) -> None:
         self._session, self._task = session, task
@@ -114,9 +114,9 @@ class _Bridge:
                         self._session.send(*pack(Pong()))
                     case Taken(num_bytes):
                         self._note(-num_bytes)
-                    case Bye(0):
+                    case Quit(0):
                         return
-                    case Bye(status):
+                    case Quit(status):
                         raise RuntimeError(f"the rank of task {task} ended with exit code {status}")
         except (EOFError, OSError):
             return  # the driver is gone or has given up: only the agent is left to end
@@ -150,7 +150,7 @@ class _Bridge:
             return
         try:
             self._order(Finish(GRACE_S))
-            self._order(Bye(0))
+            self._order(Quit(0))
         except OSError:
             pass  # it is gone
         wait_or_kill(self._process, END_S)

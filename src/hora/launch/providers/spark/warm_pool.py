@@ -34,7 +34,7 @@ _LATE = (*OWN, "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
     """Start loading these modules before the tasks meet, in the warm process, if ranks with `env` can be its forks."""
     if all(name.startswith(_LATE) for name in env):
-        _warm_process(_own_variables(python_path)).ask(None, (), modules)
+        _warm_process(_own_variables(python_path)).request(None, (), modules)
 
 
 def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None:
@@ -96,7 +96,7 @@ class _WarmAgent:
     def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
         (self.sock, link), (self._life, theirs) = socket.socketpair(), socket.socketpair()
         with link, theirs:
-            server.ask({}, [link.fileno(), theirs.fileno()], modules)
+            server.request({}, [link.fileno(), theirs.fileno()], modules)
         self._pid = 0
 
     def wait(self, timeout: float | None = None) -> int:
