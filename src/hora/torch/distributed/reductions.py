@@ -20,6 +20,7 @@ from hora.engine.transport.arithmetic import COMBINE
 
 _KNOWN = frozenset(DTYPES.values())
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SUM, PREMUL_SUM = hash(dist.ReduceOp.SUM), hash(dist.ReduceOp.PREMUL_SUM)
 _Function = Callable[[Tensor, Tensor], Tensor]
 _ENGINE = {name: ReduceOp[name] for name in ("SUM", "PRODUCT", "MIN", "MAX")} | {"AVG": ReduceOp.AVERAGE}
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
