@@ -61,9 +61,13 @@ native: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -e .
 
 # CC=aarch64-linux-gnu-gcc builds for that machine.
-wheels: $(STAMP)
+wheels: horovod-wheel
 	$(BIN)/python -m hatchling build -d dist -t sdist -t wheel
 	HORA_NATIVE=0 $(BIN)/python -m hatchling build -d dist -t wheel
+
+# `horovod 0.28.1+hora`, which brings no files. Not in dist/, because all of that goes to the package index.
+horovod-wheel: $(STAMP)
+	cd packaging/horovod && $(abspath $(BIN))/python -m hatchling build -d $(CURDIR)/out/release -t wheel
 
 # out/release: the newest section of the changelog, and a bill of materials (CycloneDX) of what it was built and tested with.
 release-notes: $(STAMP)

@@ -1,7 +1,8 @@
-"""The package's version: the tag `vX.Y.Z` of the commit that is built. Evaluated by hatchling (`[tool.hatch.version]`).
+"""The package's version. Evaluated by hatchling (`[tool.hatch.version]`).
 
-After a tag it is X.Y.Z.postN+gCOMMIT. Without git or tags (a source archive, a shallow clone, an image) it is that of
-the newest dated section of CHANGELOG.md; a tag without such a section is an error.
+`VERSION` is the next release. The commit tagged with it is that release; any other commit is a build on the way there,
+which sorts before it and carries the commit: 1.0.0rc1.dev1234+gabcdef0. A source archive keeps
+the version it was made with.
 """
 
 from __future__ import annotations
@@ -11,37 +12,35 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-
-
-def released() -> str:
-    """Return the version of the newest dated section of the changelog; 0.0.0 before the first release."""
-    found = re.search(r"^## (\d+\.\d+\.\d+) - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    return found[1] if found else "0.0.0"
-
-
-def described() -> tuple[str, int, str] | None:
-    """Return the last tag's version, the number of commits since, and the commit; None without git or a tag."""
-    if not (ROOT / ".git").exists():
-        return None
-    command = ["git", "-C", str(ROOT), "describe", "--tags", "--long", "--match", "v[0-9]*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    tag, num_commits, commit = done.stdout.strip().rsplit("-", 2)
-    return tag.removeprefix("v"), int(num_commits), commit
+VERSION = "1.0.0rc1"
 
 
 def version() -> str:
     """Return the version to build."""
-    found = described()
-    if found is None:
-        return released()
-    tagged, num_commits, commit = found
-    if num_commits:
-        return f"{tagged}.post{num_commits}+{commit}"
-    if tagged != released():
-        raise RuntimeError(
-            f"tag v{tagged}: CHANGELOG.md's newest dated section is {released()}; add '## {tagged} - DATE'"
-        )
-    return tagged
+    archived = ROOT / "PKG-INFO"
+    if archived.exists():
+        return re.findall(r"^Version: (.+)$", archived.read_text(), re.MULTILINE)[0]
+    if not (ROOT / ".git").exists():
+        return f"{VERSION}.dev0"
+    try:
+        tags = [tag for tag in _git("tag", "--points-at", "HEAD").split() if re.match(r"v\d", tag)]
+        if tags:
+            return _released(tags[0])
+        return f"{VERSION}.dev{_git('rev-list', '--count', 'HEAD')}+g{_git('rev-parse', '--short', 'HEAD')}"
+    except (OSError, subprocess.SubprocessError):
+        return f"{VERSION}.dev0"
+
+
+def _released(tag: str) -> str:
+    """Check that this tag, the version here and the changelog name the same release."""
+    if tag != f"v{VERSION}":
+        raise RuntimeError(f"tag {tag}: VERSION in hatch_version.py is {VERSION}")
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    if not re.search(rf"^## {re.escape(VERSION)} - \d{{4}}-\d\d-\d\d$", changes, re.MULTILINE):
+        raise RuntimeError(f"tag {tag}: CHANGELOG.md has no section '## {VERSION} - DATE'")
+    return VERSION
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()

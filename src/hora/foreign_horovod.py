@@ -12,7 +12,8 @@ from pathlib import Path
 def foreign_conflict() -> tuple[str, str] | None:
     """Describe the conflict of two distributions that own `horovod`, and its remedy; None if Hora is the only one."""
     # importlib.metadata knows distributions too, but its import is too slow for the launch of a job.
-    folders = [name for folder in sys.path for name in glob.glob("horovod-*.*-info", root_dir=folder or ".")]
+    named = [name for folder in sys.path for name in glob.glob("horovod-*.*-info", root_dir=folder or ".")]
+    folders = [name for name in named if "+hora" not in name]  # packaging/horovod brings no files
     if not folders:
         return None
     found = f"horovod {folders[0].removesuffix('-info').rpartition('.')[0].split('-')[1]}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
+from hora.version import DISTRIBUTION
+
 # The oldest versions that Hora accepts. `pyproject.toml` has the same; `runtimes/oldest.txt` installs them.
 FLOORS = {
     "torch": "2.3",
@@ -39,7 +41,7 @@ def missing_extra(error: ModuleNotFoundError, feature: str, extra: str) -> Modul
     """Return an error that names the extra of a missing package. Raises the given one if it is about another module."""
     if error.name not in ("tensorflow", "keras", "pyspark", "lightning"):
         raise error
-    words = f"{feature} needs {error.name}: install Hora with the extra {extra!r}, for example pip install '.[{extra}]'"
+    words = f"{feature} needs {error.name}: install Hora with its extra, pip install '{DISTRIBUTION}[{extra}]'"
     return ModuleNotFoundError(words, name=error.name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+DISTRIBUTION = "hora-train"  # its name on the package index, where `hora` belongs to somebody else
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is implemented
 
 
@@ -9,7 +10,7 @@ def version() -> str:
     import importlib.metadata  # here: it costs 15 ms, which `hora --help` can save
 
     try:
-        return importlib.metadata.version("hora")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "0+unknown"
 

@@ -38,7 +38,7 @@ def test_a_native_wheel_supports_every_python_and_old_glibc(tree, tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler here")
     wheel, names = built(tree, tmp_path / "out", HORA_NATIVE="1")
-    assert re.fullmatch(r"hora-[\d.]+-py3-none-manylinux_2_17_(x86_64|aarch64)\.whl", wheel.name)
+    assert re.fullmatch(r"hora_train-[^-]+-py3-none-manylinux_2_17_(x86_64|aarch64)\.whl", wheel.name)
     assert "hora/engine/shm/libhora.so" in names
     library = zipfile.ZipFile(wheel).read("hora/engine/shm/libhora.so")
     needed = {tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
@@ -55,7 +55,7 @@ def test_a_wheel_without_the_native_library_is_universal(tree, tmp_path, env):
     assert "hora/engine/shm/native.py" in names
 
 
-def test_the_version_is_that_of_the_tag_or_of_the_changelog(tmp_path):
+def test_the_version_is_that_of_the_tag_or_carries_the_commit(tmp_path):
     def version() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "import hatch_version; print(hatch_version.version())"]
         return subprocess.run(command, cwd=tmp_path, check=False, timeout=60, capture_output=True, text=True)
@@ -64,16 +64,32 @@ def test_the_version_is_that_of_the_tag_or_of_the_changelog(tmp_path):
         who = ("-c", "user.name=A", "-c", "user.email=a@b.c")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, timeout=60, capture_output=True)
 
-    shutil.copy(ROOT / "hatch_version.py", tmp_path)
-    (tmp_path / "CHANGELOG.md").write_text("## Unreleased\n\n## 1.2.3 - 2026-11-17\n\n## 1.2.2 - 2026-10-01\n")
-    assert version().stdout == "1.2.3\n", "a source archive"
+    source = (ROOT / "hatch_version.py").read_text()
+    (tmp_path / "hatch_version.py").write_text(re.sub('VERSION = ".*"', 'VERSION = "1.2.3"', source))
+    (tmp_path / "CHANGELOG.md").write_text("## 1.2.3 - 2026-11-17\n\n## 1.2.2 - 2026-10-01\n")
+    assert version().stdout == "1.2.3.dev0\n", "an image without git"
     git("init")
     git("add", ".")
     git("commit", "-m", "one")
-    assert version().stdout == "1.2.3\n", "no tag"
+    assert re.fullmatch(r"1\.2\.3\.dev1\+g[0-9a-f]+\n", version().stdout)
     git("tag", "v1.2.3")
     assert version().stdout == "1.2.3\n"
     git("commit", "--allow-empty", "-m", "two")
-    assert re.fullmatch(r"1\.2\.3\.post1\+g[0-9a-f]+\n", version().stdout)
+    assert re.fullmatch(r"1\.2\.3\.dev2\+g[0-9a-f]+\n", version().stdout)
     git("tag", "v1.3.0")
-    assert "CHANGELOG.md's newest dated section is 1.2.3; add '## 1.3.0 - DATE'" in version().stderr
+    assert "tag v1.3.0: VERSION in hatch_version.py is 1.2.3" in version().stderr
+    git("tag", "-d", "v1.3.0")
+    git("tag", "v1.2.3", "--force")
+    (tmp_path / "CHANGELOG.md").write_text("## Unreleased\n")
+    assert "CHANGELOG.md has no section '## 1.2.3 - DATE'" in version().stderr
+    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: hora-train\nVersion: 1.2.3.dev7+gabc\n")
+    assert version().stdout == "1.2.3.dev7+gabc\n", "a source archive"
+
+
+def test_horovods_name_without_files(tmp_path):
+    pytest.importorskip("hatchling")
+    wheel, names = built(shutil.copytree(ROOT / "packaging" / "horovod", tmp_path / "horovod"), tmp_path / "out")
+    assert wheel.name == "horovod-0.28.1+hora-py3-none-any.whl"
+    assert {name.split("/")[0] for name in names} == {"horovod-0.28.1+hora.dist-info"}
+    metadata = zipfile.ZipFile(wheel).read("horovod-0.28.1+hora.dist-info/METADATA").decode()
+    assert "Requires-Dist: hora-train\n" in metadata

@@ -213,9 +213,9 @@ def test_ssh_receives_options_host_port_key_and_one_quoted_command():
 FACTS = {
     "python": "3.11.7", "free_threaded": False, "executable": "/p",
     "hora": "0.1", "torch": "2.13.0+cpu",
-    "pyspark": "4.0", "mpi4py": None, "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
-    "shm_bytes": 8 << 30, "tmp_bytes": 8 << 30, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
-    "clock_ahead_s": 0.2,
+    "pyspark": "4.0", "mpi4py": None, "foreign_horovod": None, "other_hora": None, "cores": 2, "memfd": None,
+    "memory_bytes": 8 << 30, "shm_bytes": 8 << 30, "tmp_bytes": 8 << 30, "open_files": 65536, "gpus": [],
+    "java": "openjdk 17", "build": {}, "clock_ahead_s": 0.2,
 }  # fmt: skip
 
 
@@ -238,6 +238,11 @@ def test_a_healthy_host_has_no_problem():
             {"foreign_horovod": ["horovod 0.28.1 is installed beside Hora", "run `pip uninstall -y horovod`"]},
             "horovod 0.28.1 is installed beside",
             "pip uninstall -y horovod",
+        ),
+        (
+            {"other_hora": "0.1.0"},
+            "the distribution hora 0.1.0 is installed beside hora-train",
+            "pip uninstall -y hora,",
         ),
         ({"memfd": "No space left"}, "does not work: No space left", "memory limit"),
         ({"memory_bytes": 1 << 20}, "shared memory works", "less than 1 GiB"),

@@ -205,8 +205,10 @@ def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_foreign_horovod()
-    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
+    (tmp_path / "horovod-0.28.1+hora.dist-info").mkdir()  # packaging/horovod
     monkeypatch.syspath_prepend(str(tmp_path))
+    assert foreign_conflict() is None
+    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
     assert foreign_conflict()[0].startswith("horovod 0.28.1 is installed beside Hora")
     with pytest.warns(UserWarning, match=r"horovod 0\.28\.1.*In use now: Hora's .*pip uninstall -y horovod"):
         warn_if_foreign_horovod()

@@ -41,6 +41,7 @@ from hora.legacy.check_build import probe_build
 from hora.memory import available_bytes
 from hora.net import sockets
 from hora.requirements import FLOORS, advisories, too_old
+from hora.version import DISTRIBUTION, version
 
 _MARK = "== hora doctor =="  # a login shell may print something first
 _CONNECT_LIMIT_S = 5.0
@@ -67,7 +68,9 @@ def _facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "free_threaded": not getattr(sys, "_is_gil_enabled", lambda: True)(),
         "executable": sys.executable,
-        **{name: _tried(importlib.metadata.version, name) for name in ("hora", "torch", "pyspark", "mpi4py")},
+        **{name: _tried(importlib.metadata.version, name) for name in ("torch", "pyspark", "mpi4py")},
+        "hora": version(),
+        "other_hora": _tried(importlib.metadata.version, "hora"),
         "foreign_horovod": foreign_conflict(),
         "cores": len(os.sched_getaffinity(0)),
         "memfd": _memfd_problem(),
@@ -161,6 +164,12 @@ def host_findings(facts: Facts) -> Iterator[Finding]:
     yield from torch_advisories(facts["torch"])
     if facts["foreign_horovod"] is not None:
         yield _problem(*facts["foreign_horovod"])
+    if facts["other_hora"] is not None:
+        yield _problem(
+            f"the distribution hora {facts['other_hora']} is installed beside {DISTRIBUTION}: another project of "
+            "that name, or a build of Hora from before it was renamed, and both own the folder `hora`",
+            f"pip uninstall -y hora, then pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        )
     if facts["mpi4py"] is not None:
         yield _note(
             f"mpi4py {facts['mpi4py']}: under horovodrun its COMM_WORLD has the job's ranks on one host only; on "
@@ -186,7 +195,7 @@ def _python(facts: Facts) -> Finding:
         advice = "set PYTHON_GIL=1, or use a Python that is not free-threaded"
         return _problem(f"{python} runs without its global interpreter lock", advice)
     cores = facts["cores"]
-    return _ok(f"{python}, Hora {facts['hora'] or 'from its source'}, {cores} core{'s' * (cores != 1)}")
+    return _ok(f"{python}, Hora {facts['hora']}, {cores} core{'s' * (cores != 1)}")
 
 
 def _torch(facts: Facts) -> Finding:
@@ -291,7 +300,9 @@ def _numbers(version: str) -> list[int]:
 def _comparable(key: str, value: str | None) -> str | None:
     if value is None:
         return None
-    return ".".join(value.split(".")[:2]) if key == "python" else value.split("+")[0]
+    if key == "python":
+        return ".".join(value.split(".")[:2])
+    return value.split("+")[0] if key == "torch" else value  # a build of Hora is named by its commit
 
 
 def reach_findings(reached: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
