@@ -141,6 +141,11 @@ class World:
                     f"({self.launcher} variables); check what the launcher set"
                 )
 
+    @property
+    def number(self) -> int:
+        """This process's number in its job; its rank if no launcher has numbered the processes."""
+        return self.rank if self.worker < 0 else self.worker
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """Return this process's world. Raises ValueError, naming the variable, for an invalid value."""

@@ -57,6 +57,7 @@ class _Introduction(NamedTuple):
     place: Sequence[Any]  # address and port of its control tree; empty in worlds that need no network
     pid: int
     hostname: str
+    worker: int  # the process's number in its job, which stays when ranks change; its rank under other launchers
     process_sets: list[list[int]]
     encrypt: str
     lacks_native: str  # why it has no native part; empty if it has one
@@ -99,6 +100,7 @@ class Bootstrap:
                 place,
                 os.getpid(),
                 world.hostname,
+                world.number,
                 process_sets,
                 self.config.encrypt,
                 _lacks_native(),
@@ -120,6 +122,11 @@ class Bootstrap:
             pairs = zip(self._introductions, places, strict=True)
             self._introductions = [peer._replace(place=json.loads(place)) for peer, place in pairs]
         return self._introductions[0].process_sets
+
+    @property
+    def workers(self) -> list[int]:
+        """The number of each rank's process in its job."""
+        return [peer.worker for peer in self._introductions]
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Return every rank's value, in rank order (collective)."""

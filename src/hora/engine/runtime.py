@@ -461,6 +461,15 @@ class Runtime:
         return [[0]] if self._bootstrap is None else self._bootstrap.hosts
 
     @property
+    def workers(self) -> list[int]:
+        """The number of each rank's process in its job, which stays when ranks change."""
+        return [self.world.number] if self._bootstrap is None else self._bootstrap.workers
+
+    def gather(self, what: str, value: bytes) -> list[bytes]:
+        """Return every rank's value, in rank order (collective). `what` names it, once in a world."""
+        return [value] if self._bootstrap is None else self._bootstrap.gather(what, value)
+
+    @property
     def sharing(self) -> list[list[int]]:
         """The hosts between which data uses a network; a rank that may not share memory counts as one."""
         return [[0]] if self._bootstrap is None else self._bootstrap.sharing

@@ -47,19 +47,34 @@ class Calls:
     _has_timed_out = False
 
     def __init__(self, rank: int, size: int, runtime: Runtime, queue: OperationQueue, timeout: timedelta) -> None:
+        self._limit_s = timeout.total_seconds()
+        self._name = self._description = ""
+        self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces, or sends
+        self._num_calls = 0
+        self._labels: dict[str, str] = {}
+        self.enter(rank, size, runtime, queue)
+
+    def enter(self, rank: int, size: int, runtime: Runtime, queue: OperationQueue) -> None:
+        """Become the same group's end in this world: its calls use this queue from now on."""
         self._rank, self._size = rank, size
         self._runtime, self._queue = runtime, queue
         self._ranks = queue.ranks
         self._own_rank = self._ranks[rank]  # in the job
-        self._limit_s = timeout.total_seconds()
-        self._name = self._description = ""
         self._known: dict[object, Any] = {}
-        self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces, or sends
-        self._num_calls = 0
-        self._labels: dict[str, str] = {}
+        self._has_timed_out = False
         self._messages: Messages = runtime.start_messages()
         self.comparisons = Comparisons(queue.process_set_id, self._finish_in_time)
         self._watched = self.comparisons.models
+
+    @property
+    def runtime(self) -> Runtime:
+        """The world that its calls use."""
+        return self._runtime
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its members' ranks in the job."""
+        return self._ranks
 
     def member_of(self, rank: int) -> int:
         return self._ranks.index(rank)

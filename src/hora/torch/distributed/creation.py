@@ -20,6 +20,7 @@ from hora.config import EngineConfig
 from hora.engine.rendezvous import close_store, world_of_store
 from hora.requirements import require
 from hora.torch.distributed.group import HoraProcessGroup
+from hora.torch.distributed.live import remember
 from hora.torch.untraced import leave_untraced
 from hora.world import World
 
@@ -53,6 +54,7 @@ def make_group(
     queue = runtime.sets.add_group(ranks, name, limit_s=limit_s)
     on_shutdown = _end_engine if owns else None  # else `hvd` uses the engine, too
     group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
+    remember(group, name)
     if not global_ranks:
         # A rank that destroys its group at once would end the engine during the others' init.
         group.wait_for_all("init_process_group")

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from hora.engine import Runtime
 from hora.engine.queue import OperationQueue
 from hora.torch.distributed.collectives import Collectives
+from hora.torch.distributed.live import forget
 from hora.torch.distributed.signatures import Options
 
 _BASE: Any = dist.ProcessGroup
@@ -147,6 +148,7 @@ class HoraProcessGroup(Collectives, _BASE):
 
     def shutdown(self) -> None:
         """Leave the group. The default group of a process that has not called `hvd.init()` ends the engine."""
+        forget(self)
         if self._runtime.is_current:
             self._runtime.sets.remove_group(self._queue.process_set_id)
             if self._on_shutdown is not None:

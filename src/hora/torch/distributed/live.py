@@ -1,0 +1,83 @@
+"""The live process groups of this process, and how they follow it into another world.
+
+A group's members are processes. Their numbers in the job stay when ranks change (`World.number`), so a group is carried
+into a new world by the numbers of its members: the Python object stays, and with it every reference of torch's, such as
+DDP's; rank and size change. A member that has no rank in the new world is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hora.engine import Runtime
+from hora.torch.distributed.calls import Calls
+
+_number = itertools.count()
+_live: weakref.WeakKeyDictionary[Calls, _Entry] = weakref.WeakKeyDictionary()
+
+
+class _Entry:
+    """The n-th group of this process: its name in the engine, and the numbers of its members in the job."""
+
+    def __init__(self, name: str, members: Sequence[int]) -> None:
+        self.created, self.name, self.members = next(_number), name, tuple(members)
+
+
+def remember(group: Calls, name: str) -> None:
+    """Add a group. Its members are those of its ranks in the current world."""
+    workers = group.runtime.workers
+    _live[group] = _Entry(name, [workers[rank] for rank in group.ranks])
+
+
+def forget(group: Calls) -> None:
+    """Remove a group that was destroyed."""
+    _live.pop(group, None)
+
+
+def live_groups() -> list[Calls]:
+    """Return the groups that were not destroyed, in the order in which they were created."""
+    return sorted(_live, key=lambda group: _live[group].created)
+
+
+def members(group: Calls) -> tuple[int, ...]:
+    """Return the numbers of the group's members in the job, in the order of their ranks in the group."""
+    return _live[group].members
+
+
+def carry(group: Calls, runtime: Runtime, admitted: Sequence[int] = (), *, limit_s: float) -> None:
+    """Take a group into this runtime's world (collective among its members there).
+
+    `admitted`: the numbers of processes that become members. Members follow the order of their ranks in the world.
+    """
+    entry, workers = _live[group], runtime.workers
+    staying = {*entry.members, *admitted}
+    ranks = [rank for rank, worker in enumerate(workers) if worker in staying]
+    queue = runtime.sets.add_group(ranks, entry.name, limit_s=limit_s)
+    group.enter(ranks.index(runtime.world.rank), len(ranks), runtime, queue)
+    entry.members = tuple(workers[rank] for rank in ranks)
+
+
+def carry_all(runtime: Runtime, admitted: Sequence[int] = (), *, limit_s: float) -> None:
+    """Take every live group into this runtime's world, and correct what torch has recorded of it.
+
+    Collective among the members of each. `admitted` join the default group.
+    """
+    default: Any = dist.group.WORLD
+    groups = live_groups()
+    for group in groups:
+        carry(group, runtime, admitted if group is default else (), limit_s=limit_s)
+    whole = members(default) if default in groups else runtime.workers
+    for group in groups:
+        _record(group, [whole.index(member) for member in members(group)])
+
+
+def _record(group: Any, global_ranks: Sequence[int]) -> None:
+    """Tell torch the members of a group, by their ranks in the default group."""
+    records = dist.distributed_c10d._world.pg_group_ranks
+    if group in records:
+        records[group] = {rank: member for member, rank in enumerate(global_ranks)}
