@@ -72,8 +72,8 @@ def _last_step_forgets(what: str) -> Callable[[], Any]:
         from hora.torch.elastic import last_step
 
         if what == "buffers":
-            return mock.patch.object(last_step._Buffer, "take_back", _nothing)
-        return mock.patch.object(last_step.LastStep, "take_generators_back", _nothing)
+            return mock.patch.object(last_step._Buffer, "roll_back", _nothing)
+        return mock.patch.object(last_step.LastStep, "roll_back_generators", _nothing)
 
     return patch
 

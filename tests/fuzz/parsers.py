@@ -202,7 +202,7 @@ def _show(run: Any) -> None:
     everything = json.loads(view.as_json(view.everything(run)), parse_constant=_refuse)
     view.metrics(run).encode(errors="replace")
     state: dict[str, Any] = {}
-    terminal._take(state, {"everything": everything})
+    terminal._apply(state, {"everything": everything})
     console = Console(file=io.StringIO(), width=100)
     console.print(terminal._picture(state, 100))
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

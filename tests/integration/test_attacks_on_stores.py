@@ -183,7 +183,7 @@ def crowd_at(ports: set[int], stack: ExitStack) -> None:
 @pytest.mark.security
 @needs_etcd
 def test_a_flood_at_a_low_descriptor_limit_does_not_end_a_job_with_a_store(tmp_path: Path, etcd: Etcd):
-    """The node's relay and agent, the leader's rendezvous and the rank's hub may each open 256 files."""
+    """The node's relay and agent, the leader's rendezvous and the rank's control tree may each open 256 files."""
     job = StoreJob(tmp_path / "job", etcd, port=free_ports(1)[0], limits="ulimit -S -n 256").begun()
     listening = {
         connection.laddr.port

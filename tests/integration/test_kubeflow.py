@@ -49,7 +49,7 @@ def a_run() -> Run:
     simulation = Simulation(num_ranks=2)
     run = Run(simulation.facts)
     for entry in simulation.entries(3.0):
-        run.take(entry)
+        run.apply(entry)
     return run
 
 
@@ -73,12 +73,12 @@ def test_a_job_reports_its_progress_to_the_controller(tmp_path: Path):
 def test_content_of_a_status_report():
     run = a_run()
     total = Report(Sample(25, 1, 1.0, 0.5), metrics={"loss": 0.5}, total_steps=100)
-    run.take(Entry(run.now, "report", 0, total.encode()))
+    run.apply(Entry(run.now, "report", 0, total.encode()))
     told = kubeflow.status(run)
     step, _ = run.progress()
     assert told["progressPercentage"] == step
     assert told["estimatedRemainingSeconds"] >= 0
-    run.take(Entry(run.now, "report", 0, Report(Sample(126, 1, 1.0, 0.5), total_steps=100).encode()))
+    run.apply(Entry(run.now, "report", 0, Report(Sample(126, 1, 1.0, 0.5), total_steps=100).encode()))
     assert kubeflow.status(run)["progressPercentage"] == 100
 
 

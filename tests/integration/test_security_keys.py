@@ -53,7 +53,7 @@ def attack() -> list[str]:
             connection.receive(limit_s=LIMIT_S)
 
     def at_control_tree(rank: int, claimed: int, secret: bytes) -> None:
-        connect(peers._introductions[rank].place, Credentials(secret, "hub", claimed), timeout_s=LIMIT_S)
+        connect(peers._introductions[rank].place, Credentials(secret, "control", claimed), timeout_s=LIMIT_S)
 
     held = [peers.keys.towards(0).secret, peers.keys.towards(2).secret, peers.keys.of(2).secret, peers.keys.shared, key]
     attempts: dict[str, Callable[[], object]] = {

@@ -294,7 +294,7 @@ def test_the_page_shows_a_recorded_run(tab, tmp_path):
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     news = (Entry(simulation.began + 600.0, "event", 2, nan), Entry(simulation.began + 600.0, "event", 0, plan))
     for entry in (*simulation.entries(600.0), *news):
-        recorder.take(entry)
+        recorder.record(entry)
     recorder.close()
     server, page = open_recording(tmp_path / "run.hora")
     try:
@@ -332,11 +332,11 @@ def test_a_finished_run_still_shows_its_straggler_with_part_and_line(tab, tmp_pa
     simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=20.0)])
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in simulation.entries(60.0):
-        recorder.take(entry)
+        recorder.record(entry)
     stack = [[80, [["/home/me/train.py", 31, "train", "time.sleep(0.05)", "user"]]]]
     profile = json.dumps({"num_samples": 100, "seconds": 2.0, "stacks": stack}).encode()
-    recorder.take(Entry(simulation.began + 60.0, "profile", 1, profile))
-    recorder.take(Entry(simulation.began + 61.0, "end", -1, json.dumps({"outcome": "done"}).encode()))
+    recorder.record(Entry(simulation.began + 60.0, "profile", 1, profile))
+    recorder.record(Entry(simulation.began + 61.0, "end", -1, json.dumps({"outcome": "done"}).encode()))
     recorder.close()
     server, page = open_recording(tmp_path / "run.hora")
     try:
@@ -355,7 +355,7 @@ def test_steps_longer_than_a_bin_leave_no_gaps_in_the_curves(tab, tmp_path):
     simulation = Simulation(num_ranks=2, work_s=3.0)
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in simulation.entries(60.0):
-        recorder.take(entry)
+        recorder.record(entry)
     recorder.close()
     server, page = open_recording(tmp_path / "run.hora")
     try:

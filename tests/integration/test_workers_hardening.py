@@ -26,7 +26,7 @@ from hora.net.sockets import open_socket
 from hora.net.wire import REFUSAL, ClientHandshake, Credentials, connect
 from hora.workers import daemon
 from hora.workers.capacity import GpuClaims
-from hora.workers.gateway import Gateway, ask, find, name_of, server_pid
+from hora.workers.gateway import Gateway, call_session, find, name_of, server_pid
 from hora.workers.gateway import _credentials as credentials
 from hora.workers.session import WorkerSession
 from waiting import wait_until
@@ -94,14 +94,14 @@ def test_a_connection_without_the_key_is_closed_without_an_answer(session, sent)
                 heard += data
     # At most a refusal is returned, and only for a valid hello.
     assert heard in ((b"", REFUSAL) if sent.startswith(HELLO) else (b"",))
-    assert ask(session.gateway.name, KEY, call="workers") == []
+    assert call_session(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "schlüssel", "the key "])
 def test_another_key_is_rejected(session, key):
     with pytest.raises(ConnectionError, match="the session of workers refused the connection"):
-        ask(session.gateway.name, key, call="workers")
-    assert ask(session.gateway.name, KEY, call="workers") == []
+        call_session(session.gateway.name, key, call="workers")
+    assert call_session(session.gateway.name, KEY, call="workers") == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"not json", b"[" * 100_000, b'["the key"]'])
@@ -109,14 +109,14 @@ def test_an_invalid_request_is_answered_with_an_error(session, payload):
     with connect(session.gateway.name, credentials(KEY), timeout_s=20) as connection:
         connection.send({"call": "wait"}, payload)
         assert "error" in json.loads(connection.receive(limit_s=20)[1])
-    assert ask(session.gateway.name, KEY, call="workers") == []
+    assert call_session(session.gateway.name, KEY, call="workers") == []
 
 
 def test_an_invalid_call_is_answered_with_an_error(session):
     with pytest.raises(ValueError, match="unknown call 'dance'"):
-        ask(session.gateway.name, KEY, call="dance")
+        call_session(session.gateway.name, KEY, call="dance")
     with pytest.raises(RuntimeError, match=r"answered: .*'ids'"):
-        ask(session.gateway.name, KEY, call="wait")
+        call_session(session.gateway.name, KEY, call="wait")
 
 
 INTRUDER = """
@@ -167,12 +167,12 @@ def test_no_request_is_sent_to_a_name_held_by_another_user(tmp_path):
         assert squatter.stdout.readline() == "ready\n"
         assert find(str(tmp_path)) is None
         with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
-            ask(name, "key", call="launch", code="secret")
+            call_session(name, "key", call="launch", code="secret")
         # The session starts without the name and can still be found.
         found = daemon.start(str(tmp_path))
         assert found[0] != name
         assert find(str(tmp_path)) == found
-        assert ask(*found, call="workers") == []
+        assert call_session(*found, call="workers") == []
         assert daemon.end(str(tmp_path))
         assert find(str(tmp_path)) is None
     finally:
@@ -191,7 +191,7 @@ def test_a_thousand_silent_connections_use_no_threads_and_block_no_calls(session
         for _ in range(1000):
             stack.enter_context(silent(session.gateway.name))
             most = max(most, num_calls())
-        assert ask(session.gateway.name, KEY, call="workers") == []
+        assert call_session(session.gateway.name, KEY, call="workers") == []
         assert most == 0  # unauthenticated connections get no thread
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_until("no call waits", lambda: num_calls() == 0)
@@ -378,7 +378,7 @@ def test_a_killed_daemon_session_leaves_nothing(tmp_path, monkeypatch):
     ids = [process.communicate(timeout=60)[0].split()[0].decode() for process in at_once]
     assert [process.returncode for process in at_once] == [0, 0]
     name, key = find(str(tmp_path))
-    found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
+    found = call_session(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
     assert {worker["id"] for worker in found["workers"]} == set(ids)  # both are in one session
     assert_unseen_by_a_sidecar(tmp_path)
     process = psutil.Process(server_pid(name))

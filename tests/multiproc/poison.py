@@ -24,7 +24,7 @@ def poison_unused_memory() -> None:
     _after(Buckets, "finish", lambda buckets, _: [_poison_gaps(bucket) for bucket in buckets._buckets])
     # Not at the end of a step: until `put`, the reduced slice lies among them.
     _after(ShardBucket, "put", lambda bucket, _: [gap.fill_(NAN) for gap in bucket.gaps])
-    _after(Buffers, "take", lambda _, taken: taken.view(torch.uint8).fill_(0xFF))
+    _after(Buffers, "get", lambda _, taken: taken.view(torch.uint8).fill_(0xFF))
 
 
 def _poison_gaps(bucket: Bucket) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from groups import make_group
-from test_shm_transport import Provider
+from test_shm_transport import SharedSegments
 from transport_checks import check_everything
 
 from hora.engine.shm.segment import Segment
@@ -68,7 +68,7 @@ def made(place, check_alive=lambda: None, refuses=1 << 40):
         patch.setattr(Memory, "refuses", refuses)
         try:
             transport = DeviceMemoryTransport(
-                Provider(place, place.store)(DeviceMemoryTransport.num_bytes(place.size)),
+                SharedSegments(place, place.store)(DeviceMemoryTransport.num_bytes(place.size)),
                 place.gather,
                 Membership(place.rank, place.size, check_alive),
                 torch.device("cpu"),

@@ -30,13 +30,13 @@ def warned(*words: str, on: int = 0):
     handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("hora")
     logger.addHandler(handler)
-    meter.take_events()
+    meter.pop_events()
     try:
         yield
     finally:
         logger.removeHandler(handler)
     drifts = [text for text in records if "drift" in text]
-    events = [text for kind, text in meter.take_events() if kind == "drift"]
+    events = [text for kind, text in meter.pop_events() if kind == "drift"]
     expected = 1 if words and hvd.rank() == on else 0
     assert len(drifts) == len(events) == expected, (drifts, events)
     for text in drifts + events:

@@ -22,7 +22,7 @@ from hvd_session import session
 from test_compile import MODELS, network, trained
 from test_process_group import in_group
 from test_process_group_calls import callback, drop, future, poll, wait
-from test_shm_transport import Provider
+from test_shm_transport import SharedSegments
 from transport_checks import check_everything
 
 import horovod.torch as hvd
@@ -88,7 +88,7 @@ def test_nccl_batches_queue_back_to_back(place):
             transport.allreduce([tensor], [tensor], Reduce(postscale=2.0))
         behind = torch.cuda.current_stream().record_event()
         assert not behind.query(), "the calls waited for the GPU"
-        transport.settle(nothing_to_report)
+        transport.wait_for_gpu(nothing_to_report)
         assert behind.query()
     assert [tensor.unique().tolist() for tensor in tensors] == [[2.0 * i] for i in range(8)]
     transport.close()
@@ -100,7 +100,7 @@ def test_every_operation_of_ranks_that_share_a_gpu(place, through):
     torch.cuda.set_device(0)
     near = dist.PrefixStore("cpu", place.store)
     cpu = DistributedTransport(make_group("tcp", near, place.rank, place.size))
-    share = Provider(place, dist.PrefixStore("share", place.store)) if through == "cuda-ipc" else None
+    share = SharedSegments(place, dist.PrefixStore("share", place.store)) if through == "cuda-ipc" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "SMALL_BYTES", 64)
         patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)

@@ -33,7 +33,7 @@ PLACES = {
 
 
 def shared_memory(store, index, num):
-    """Return a provider of segments for the members of one host, which attach to them through /proc."""
+    """Return what creates segments for the members of one host, which attach to them through /proc."""
     calls = iter(range(1000))
 
     def provide(num_bytes):

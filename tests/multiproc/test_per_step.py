@@ -311,7 +311,7 @@ def test_a_rank_that_dies_while_sending_its_step_leaves_the_others_a_complete_st
     else:
         state._last.number -= 1
     model, optimizer = state._in_place
-    for owner, method in ((model, "broadcast"), (optimizer, "broadcast"), (state, "_take_values")):
+    for owner, method in ((model, "broadcast"), (optimizer, "broadcast"), (state, "_broadcast_values")):
         real = getattr(owner, method)
 
         def breaking(root, real=real):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason=f"no native part: {abs
 LIMIT_S = 600.0  # longer than any test, so that no test passes because a wait timed out
 
 
-class Provider:
+class SharedSegments:
     """Provides all ranks with the same memory: rank 0 creates it, the others open its descriptor."""
 
     def __init__(self, place, store):
@@ -51,10 +51,10 @@ class Provider:
 
 @contextlib.contextmanager
 def made(place, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
-    provider = Provider(place, store or place.store)
+    segments = SharedSegments(place, store or place.store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counters, "COLLECTIVE_LIMIT_S", limit_s)
-        transport = ShmTransport(provider, Membership(place.rank, place.size, check_alive))
+        transport = ShmTransport(segments, Membership(place.rank, place.size, check_alive))
         try:
             yield transport
         finally:
@@ -219,7 +219,7 @@ def test_integers_wrap_nan_propagates_and_averages_truncate(place):
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_reduction_in_shared_memory(place):
     rank, size, count = place.rank, place.size, 700_001
-    segment = Provider(place, dist.PrefixStore("memory", place.store))(size * 4 * (count + 63))
+    segment = SharedSegments(place, dist.PrefixStore("memory", place.store))(size * 4 * (count + 63))
     views = [segment.tensor(member * 4 * (count + 63), count, torch.float32) for member in range(size)]
     begin, end = shared_slice(count, size, rank)
     inputs = [data(3, member, count, torch.float32) for member in range(size)]
@@ -315,12 +315,12 @@ def test_a_missing_member_is_named(place):
 
 
 def test_a_transport_without_memory_for_large_slots_can_still_be_closed():
-    def provider(num_bytes):
+    def segments(num_bytes):
         if num_bytes > 1 << 20:
             raise MemoryError("no more")
         return Segment.create(num_bytes)
 
-    transport = ShmTransport(provider, Membership(0, 1, lambda: None))
+    transport = ShmTransport(segments, Membership(0, 1, lambda: None))
     tensor = torch.ones(1 << 20)
     with pytest.raises(MemoryError, match="no more"):
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))

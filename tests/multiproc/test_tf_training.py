@@ -587,7 +587,7 @@ def test_a_nan_gradient_is_named_before_its_reduction():
         arguments = (bad, model.trainable_variables) if kind is FloatingPointError else bad
         with pytest.raises(kind, match=rf"kernel on rank {hvd.rank()} has 12 NaN"):
             run(*arguments)
-    assert [event for event, _ in meter.take_events()].count("nan") == 2
+    assert [event for event, _ in meter.pop_events()].count("nan") == 2
 
 
 @session
@@ -601,7 +601,7 @@ def test_fit_reports_to_the_live_page():
     model.fit(*data(hvd.rank()), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     assert meter.num_steps - steps == meter.total_steps == 4
     assert meter.data_s > waited
-    assert np.isfinite(meter.take_metrics()["loss"])
+    assert np.isfinite(meter.pop_metrics()["loss"])
 
 
 @session

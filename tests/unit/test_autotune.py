@@ -29,7 +29,7 @@ def _tune(times_ms, *, noise=lambda: 0.0, num_members=2, **options):
         tried.append(tuner.setting)
         while (mine := tuner.step(times_ms[tuner.setting] / 1e3 * (1 + noise()))) is None:
             pass
-        tuner.take([num_members, num_members * mine])
+        tuner.record([num_members, num_members * mine])
     return tuner, tried
 
 
@@ -90,9 +90,9 @@ def test_a_small_model_has_one_bucket_and_nothing_to_tune():
 
 def test_a_rank_that_has_joined_ends_tuning_with_the_best_setting_so_far():
     tuner = _tuner(num_members=3, warmup_samples=0, steps_per_sample=1)
-    tuner.take([3, 3000])
+    tuner.record([3, 3000])
     assert tuner.setting != DEFAULT
-    tuner.take([2, 2000])
+    tuner.record([2, 2000])
     assert tuner.done
     assert tuner.setting == DEFAULT
 

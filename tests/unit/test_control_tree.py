@@ -237,13 +237,13 @@ def test_a_ranks_keys_open_no_connection_in_another_ranks_name(control_trees):
         for rank in (0, 1):
             for where in (place, control_trees[0].name):
                 with pytest.raises(AuthenticationError):
-                    connect(where, Credentials(secret, "hub", rank), timeout_s=LIMIT_S)
+                    connect(where, Credentials(secret, "control", rank), timeout_s=LIMIT_S)
     with connect(place, mine.towards(0), timeout_s=LIMIT_S) as stream:  # accepted, but only as rank 2
         stream.send({"want": "stream", "key": "k", "rank": 1})
         stream.receive(limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            control_trees[0].handoff.take_stream("k", 1, limit_s=0.1)
-        control_trees[0].handoff.take_stream("k", 2, limit_s=LIMIT_S).sock.close()
+            control_trees[0].handoff.accept_stream("k", 1, limit_s=0.1)
+        control_trees[0].handoff.accept_stream("k", 2, limit_s=LIMIT_S).sock.close()
 
 
 def test_the_keys_of_an_earlier_generation_open_nothing(control_trees):

@@ -53,12 +53,15 @@ def test_sums_tell_whether_all_digests_are_equal(size):
 def test_every_part_has_its_turn_and_a_changed_one_is_found():
     tensors = [(f"p{number}", torch.randn(number * 700 + 1)) for number in range(9)]
     whole, parts = Rotation(), Rotation()
-    whole.take(tensors, 1.0, 0)
+    whole.next_digest(tensors, 1.0, 0)
     assert whole.names == [name for name, _ in tensors]
     changed = [(name, tensor.clone()) for name, tensor in tensors]
     changed[4][1][-1] += 1
     others = Rotation()
-    turns = [(parts.take(tensors, 0.1, step), others.take(changed, 0.1, step), parts.names) for step in range(10)]
+    turns = [
+        (parts.next_digest(tensors, 0.1, step), others.next_digest(changed, 0.1, step), parts.names)
+        for step in range(10)
+    ]
     assert {name for _, _, names in turns for name in names} == {name for name, _ in tensors}
     assert [names for one, other, names in turns if one != other]
     assert all("p4" in names for one, other, names in turns if one != other)

@@ -58,7 +58,7 @@ class Job:
         worlds = {n: World(rank=n, size=2, worker=n, hostname=f"host{n}") for n in range(2)}
         self.observation.tell_world(0, worlds)
         self.rendezvous.publish(0, worlds)
-        self.rendezvous.settle()
+        self.rendezvous.flush()
         self.workers = [self.connect(number) for number in range(2)]
 
     def connect(self, worker: int) -> Connection:

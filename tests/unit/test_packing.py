@@ -66,13 +66,13 @@ def test_a_work_that_yields_twice_is_an_error():
 
 def test_buffers_are_kept_per_purpose_up_to_their_limit():
     buffers = Buffers(torch.device("cpu"), 8192)
-    first = buffers.take("a", 1000, torch.float32)
+    first = buffers.get("a", 1000, torch.float32)
     assert first.shape == (1000,)
-    assert buffers.take("a", 10, torch.int64).data_ptr() == first.data_ptr()
-    assert buffers.take("b", 10, torch.int64).data_ptr() != first.data_ptr()
-    large = buffers.take("a", 5000, torch.float32)
+    assert buffers.get("a", 10, torch.int64).data_ptr() == first.data_ptr()
+    assert buffers.get("b", 10, torch.int64).data_ptr() != first.data_ptr()
+    large = buffers.get("a", 5000, torch.float32)
     assert large.shape == (5000,)
-    assert buffers.take("a", 10, torch.uint8).data_ptr() == first.data_ptr()  # the large buffer was not kept
+    assert buffers.get("a", 10, torch.uint8).data_ptr() == first.data_ptr()  # the large buffer was not kept
     buffers.clear()
 
 

@@ -289,9 +289,9 @@ def test_gpus_are_numbered_in_the_order_of_their_first_use():
     assert [validator.device_label(gpu) for gpu in gpus] == ["cuda", "cuda/2", "cuda", "cuda/3"]
     assert validator.device_label(torch.device("cpu")) == "cpu"
     assert validator.home_gpu == gpus[0]
-    validator.settle(gpus[1])
+    validator.set_home_gpu(gpus[1])
     assert validator.home_gpu == gpus[0]
     fresh = Validator([0, 1])
     assert fresh.home_gpu is None
-    fresh.settle(gpus[1])
+    fresh.set_home_gpu(gpus[1])
     assert (fresh.home_gpu, fresh.device_label(gpus[1])) == (gpus[1], "cuda")

@@ -130,10 +130,10 @@ def test_the_independent_client_sends_a_stream_to_a_rank(monkeypatch: pytest.Mon
         control_tree.start(RankKeys.derived(world, 0))
         with socket.create_connection(("127.0.0.1", control_tree.listen_tcp("127.0.0.1")), timeout=LIMIT_S) as sock:
             key = derived(derived(world, "to rank 0"), "from rank 1")
-            client = another_end.Client(key, "hub", 1).connect(sock)
+            client = another_end.Client(key, "control", 1).connect(sock)
             client.send({"want": "stream", "key": "some"})
             assert client.receive() == ({"t": "stream"}, b"")
-            stream = control_tree.handoff.take_stream("some", 1, limit_s=LIMIT_S)
+            stream = control_tree.handoff.accept_stream("some", 1, limit_s=LIMIT_S)
             theirs = another_end.Records(client.out.first_key, records_of_a_key=3)
             with stream.sock:
                 for number in range(8):

@@ -178,7 +178,7 @@ def test_a_joined_member_contributes_zeros_to_an_allreduce(dtype, way_to_reduce,
     segment = Segment.create(2**20)
     memory = SharedMemory(segment)
     offset = memory.reserve(ReductionSchedule.num_bytes(size))
-    places = [memory.take(count, dtype, copied=False) for _ in range(size)]
+    places = [memory.allocate(count, dtype, copied=False) for _ in range(size)]
     members = [ReductionSchedule(Queue(m, size), segment, offset, limits=StallLimits(0, 0)) for m in range(size)]
     reductions, values = [], [torch.arange(count) % 7 + m for m in range(size)]
     for schedule in members:
@@ -247,7 +247,7 @@ def test_an_item_in_flight_cannot_be_started_again():
     schedule = ReductionSchedule(
         Queue(0, 2), segment, memory.reserve(ReductionSchedule.num_bytes(2)), limits=StallLimits(0, 0)
     )
-    places = [[memory.take(8, torch.float32, copied=False) for _ in range(2)]]
+    places = [[memory.allocate(8, torch.float32, copied=False) for _ in range(2)]]
     reduction = SharedMemoryReduction(schedule, Kind.ALLREDUCE, places, name="x", reduce=Reduce())
     reduction.start(background=False)
     with pytest.raises(ValueError, match=r"same name as another tensor .* allreduce.x"):

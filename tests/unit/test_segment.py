@@ -82,7 +82,7 @@ def test_a_window_shows_a_piece_until_its_values_are_kept():
     segment = Segment.create(3 * PAGE_BYTES)
     memory = SharedMemory(segment)
     memory.reserve(PAGE_BYTES)
-    piece = memory.take(PAGE_BYTES // 2 + 3, torch.bfloat16, copied=False)
+    piece = memory.allocate(PAGE_BYTES // 2 + 3, torch.bfloat16, copied=False)
     window = Window(piece)
     view = window.tensor[5:].view(-1)
     piece.fill_(1.0)
@@ -105,7 +105,7 @@ def test_nothing_is_left_after_a_windows_tensors_are_gone():
             return maps.read().count("hora-test-window")
 
     segment = Segment.create(2**20, label="hora-test-window")
-    piece = SharedMemory(segment).take(2**18, torch.float32, copied=False)
+    piece = SharedMemory(segment).allocate(2**18, torch.float32, copied=False)
     view = Window(piece).tensor[1:]
     kept = Window(piece)
     kept.keep()

@@ -14,7 +14,7 @@ def _watched(simulation: Simulation, duration_s: float) -> tuple[Run, dict[float
     """Return the run, and the ranks that it named in each second."""
     run, named, second = Run(simulation.facts), {}, 1.0
     for entry in simulation.entries(duration_s):
-        run.take(entry)
+        run.apply(entry)
         if entry.at - run.began >= second:
             run.look(entry.at)
             named[second] = [straggler.rank for straggler in run.stragglers]

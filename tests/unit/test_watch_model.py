@@ -16,7 +16,7 @@ from simulated_run import Simulation, Slowness
 def _after(simulation: Simulation, duration_s: float) -> Run:
     run = Run(simulation.facts)
     for entry in simulation.entries(duration_s):
-        run.take(entry)
+        run.apply(entry)
     run.look(run.now)
     return run
 
@@ -27,34 +27,34 @@ def _entry(at: float, kind: str, worker: int, news: object) -> Entry:
 
 def _started(num_ranks: int = 3, **facts: object) -> Run:
     run = Run({"id": "x", "began": 0.0, **facts})
-    run.take(_entry(0.0, "world", -1, {"generation": 0, "places": [[w, w, "alpha"] for w in range(num_ranks)]}))
+    run.apply(_entry(0.0, "world", -1, {"generation": 0, "places": [[w, w, "alpha"] for w in range(num_ranks)]}))
     return run
 
 
 def test_the_states_of_a_job_as_text():
     run = _started(2)
     assert run.state() == ("starting", "starting: 0 of 2 ranks are here")
-    run.take(Entry(1.0, "joined", 0, b""))
+    run.apply(Entry(1.0, "joined", 0, b""))
     assert run.state()[1] == "starting: 1 of 2 ranks are here"
     for worker in (0, 1):
-        run.take(Entry(2.0, "report", worker, Report(Sample(1, 1, 1.0, 0.5)).encode()))
+        run.apply(Entry(2.0, "report", worker, Report(Sample(1, 1, 1.0, 0.5)).encode()))
     assert run.state() == ("training", "training")
-    run.take(Entry(3.0, "report", 0, Report(Sample(1, 0, 1.0), waiting=("allreduce.g", 0.9, ())).encode()))
+    run.apply(Entry(3.0, "report", 0, Report(Sample(1, 0, 1.0), waiting=("allreduce.g", 0.9, ())).encode()))
     run.look(12.0)
     assert run.state() == ("waiting", "waiting for rank 1")
-    run.take(_entry(13.0, "end", -1, {"outcome": "failed", "text": "rank 1: ValueError"}))
+    run.apply(_entry(13.0, "end", -1, {"outcome": "failed", "text": "rank 1: ValueError"}))
     assert run.state() == ("failed", "failed")
 
 
 def test_an_elastic_job_re_forms():
     run = _started(3, elastic=True)
     for worker in range(3):
-        run.take(Entry(2.0, "report", worker, Report(Sample(1, 1, 1.0, 0.5)).encode()))
-    run.take(_entry(3.0, "exited", 1, {"code": 137, "reason": "killed by signal SIGKILL"}))
+        run.apply(Entry(2.0, "report", worker, Report(Sample(1, 1, 1.0, 0.5)).encode()))
+    run.apply(_entry(3.0, "exited", 1, {"code": 137, "reason": "killed by signal SIGKILL"}))
     assert run.state() == ("re-forming", "re-forming: rank 1 is lost")
-    run.take(_entry(4.0, "world", -1, {"generation": 1, "places": [[0, 0, "alpha"], [2, 1, "alpha"]]}))
+    run.apply(_entry(4.0, "world", -1, {"generation": 1, "places": [[0, 0, "alpha"], [2, 1, "alpha"]]}))
     assert run.state()[0] == "re-forming"
-    run.take(Entry(5.0, "report", 2, Report(Sample(2, 1, 1.0, 0.5)).encode()))
+    run.apply(Entry(5.0, "report", 2, Report(Sample(2, 1, 1.0, 0.5)).encode()))
     assert run.state() == ("training", "training")
     assert [size for _, _, size in run.worlds] == [3, 2]
     assert [event.kind for event in run.events] == ["lost", "world"]
@@ -64,7 +64,7 @@ def test_pending_operations_name_present_and_missing_ranks():
     run = _started(4)
     for worker in range(4):
         waiting = ("allreduce.g", 5.0, ()) if worker != 2 else None
-        run.take(Entry(10.0, "report", worker, Report(Sample(1, 0, 1.0), waiting=waiting).encode()))
+        run.apply(Entry(10.0, "report", worker, Report(Sample(1, 0, 1.0), waiting=waiting).encode()))
     run.look(10.0)
     (operation,) = run.pending()
     assert (operation.name, operation.there, operation.missing) == ("allreduce.g", (0, 1, 3), (2,))
@@ -73,7 +73,7 @@ def test_pending_operations_name_present_and_missing_ranks():
 
 def test_an_operation_of_a_process_set_waits_only_for_its_members():
     run = _started(4)
-    run.take(Entry(10.0, "report", 0, Report(Sample(1, 0, 1.0), waiting=("allreduce.g", 5.0, (0, 3))).encode()))
+    run.apply(Entry(10.0, "report", 0, Report(Sample(1, 0, 1.0), waiting=("allreduce.g", 5.0, (0, 3))).encode()))
     run.look(10.0)
     assert run.pending()[0].missing == (3,)
 
@@ -94,15 +94,15 @@ def test_invalid_entries_are_rejected_without_effect():
         Entry(1.0, "exited", 0, b"null"),
     ):
         with pytest.raises(ValueError):
-            run.take(entry)
+            run.apply(entry)
     assert run.state()[0] == "starting"
-    run.take(Entry(2.0, "report", 99, Report(Sample()).encode()))  # a worker without a rank
+    run.apply(Entry(2.0, "report", 99, Report(Sample()).encode()))  # a worker without a rank
 
 
 def test_lines_and_events_are_bounded():
     run = _started()
     for number in range(6000):
-        run.take(Entry(1.0, "line", 0, b"o" + b"x" * 5000))
+        run.apply(Entry(1.0, "line", 0, b"o" + b"x" * 5000))
         run.note(1.0, "note", 0, str(number))
     assert len(run.lines) == 4000
     assert max(len(line.text) for line in run.lines) < 2100
@@ -129,8 +129,8 @@ def test_a_recording_yields_the_same_run(tmp_path):
     recorder, run = Recorder(tmp_path / "run.hora", simulation.facts), Run(simulation.facts)
     looked_at = run.began
     for entry in simulation.entries(120.0):
-        run.take(entry)
-        recorder.take(entry)
+        run.apply(entry)
+        recorder.record(entry)
         if run.now - looked_at >= 1.0:  # as a live page does
             looked_at = run.now
             run.look(run.now)
@@ -145,7 +145,7 @@ def test_a_truncated_recording_is_read_up_to_the_cut(tmp_path):
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     entries = list(simulation.entries(60.0))
     for entry in entries:
-        recorder.take(entry)
+        recorder.record(entry)
     recorder.close()
     data = (tmp_path / "run.hora").read_bytes()
     (tmp_path / "cut.hora").write_bytes(data[:-100])
@@ -169,8 +169,8 @@ def test_a_recording_is_private(tmp_path):
 def test_beyond_its_limit_a_recording_drops_output_first(tmp_path):
     recorder = Recorder(tmp_path / "run.hora", {}, max_bytes=1000)
     for second in range(200):
-        recorder.take(Entry(float(second), "line", 0, b"o" + str(hash(str(second))).encode() * 20))
-        recorder.take(Entry(float(second), "joined", 0, b""))
+        recorder.record(Entry(float(second), "line", 0, b"o" + str(hash(str(second))).encode() * 20))
+        recorder.record(Entry(float(second), "joined", 0, b""))
     recorder.close()
     kinds = [entry.kind for entry in read_entries(tmp_path / "run.hora")[1]]
     assert kinds.count("line") < kinds.count("joined")
@@ -193,6 +193,6 @@ def test_prometheus_labels_are_escaped():
 
 def test_all_data_is_valid_json_even_when_the_loss_is_nan():
     run = _started(1)
-    run.take(Entry(1.0, "report", 0, Report(Sample(1, 1, 1.0, 0.5), metrics={"loss": float("nan")}).encode()))
+    run.apply(Entry(1.0, "report", 0, Report(Sample(1, 1, 1.0, 0.5), metrics={"loss": float("nan")}).encode()))
     assert view.everything(run)["columns"]["metrics"]["loss"][-1] is None
     json.dumps(view.everything(run), allow_nan=False)

@@ -42,7 +42,7 @@ class _Wishes:
     def remove(self, rank):
         self.wishes.append(("remove", rank))
 
-    def take(self, entry): ...
+    def record(self, entry): ...
 
     def look(self, run): ...
 
@@ -55,7 +55,7 @@ def served():
     simulation = Simulation(num_ranks=2, began=time.time())
     run = Run(simulation.facts)
     for entry in simulation.entries(10.0):
-        run.take(entry)
+        run.apply(entry)
     sock, access, page = open_page("127.0.0.1:0", "t")
     wishes = _Wishes()
     one = PageServer(run, access, dashboard=wishes)

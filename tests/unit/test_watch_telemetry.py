@@ -46,11 +46,11 @@ def test_a_sample_holds_whole_steps_only():
     meter.data_s += 0.5
     meter.step_done()
     meter.data_s += 100.0  # of an unfinished step
-    sample = meter.take_sample()
+    sample = meter.pop_sample()
     assert (sample.step, sample.num_steps, sample.data_s) == (1, 1, 0.5)
     meter.step_done()
-    assert meter.take_sample().data_s == 100.0
-    assert meter.take_sample().num_steps == 0
+    assert meter.pop_sample().data_s == 100.0
+    assert meter.pop_sample().num_steps == 0
 
 
 def test_a_script_reports_its_total_number_of_steps(monkeypatch):
@@ -59,7 +59,7 @@ def test_a_script_reports_its_total_number_of_steps(monkeypatch):
     telemetry.report(total_steps=5000, loss=0.5)
     telemetry.report(loss=0.25)
     assert meter.total_steps == 5000
-    assert meter.take_metrics() == {"loss": 0.25}
+    assert meter.pop_metrics() == {"loss": 0.25}
 
 
 def test_blocked_time_is_divided_into_waiting_and_reducing():
@@ -74,15 +74,15 @@ def test_blocked_time_is_divided_into_waiting_and_reducing():
 def test_collectives_without_steps_are_counted_too():
     meter = Meter()
     meter.wait_s += 0.5
-    assert meter.take_sample().wait_s == 0.5
+    assert meter.pop_sample().wait_s == 0.5
 
 
 def test_metrics_are_the_latest_and_invalid_ones_are_omitted():
     meter = Meter()
     meter.report({"loss": 2.0, "odd": "not a number"})
     meter.report({"loss": 1.0})
-    assert meter.take_metrics() == {"loss": 1.0}
-    assert meter.take_metrics() == {}
+    assert meter.pop_metrics() == {"loss": 1.0}
+    assert meter.pop_metrics() == {}
 
 
 def test_the_number_of_metrics_and_events_is_bounded():
@@ -90,8 +90,8 @@ def test_the_number_of_metrics_and_events_is_bounded():
     for number in range(1000):
         meter.report({f"m{number}": number})
         meter.event("note", str(number))
-    assert len(meter.take_metrics()) == 64
-    assert len(meter.take_events()) == 64
+    assert len(meter.pop_metrics()) == 64
+    assert len(meter.pop_events()) == 64
 
 
 def test_commits_do_not_displace_other_events():
@@ -99,10 +99,10 @@ def test_commits_do_not_displace_other_events():
     meter.event("resumed", "1 rank continues")
     for step in range(1000):
         meter.commit(f"commit at step {step}")
-    assert meter.take_events() == (("resumed", "1 rank continues"), ("commit", "commit at step 999"))
+    assert meter.pop_events() == (("resumed", "1 rank continues"), ("commit", "commit at step 999"))
 
 
 def test_report_is_for_users():
-    telemetry.meter.take_metrics()  # metrics that another test may have left
+    telemetry.meter.pop_metrics()  # metrics that another test may have left
     telemetry.report(loss=3.0)
-    assert telemetry.meter.take_metrics() == {"loss": 3.0}
+    assert telemetry.meter.pop_metrics() == {"loss": 3.0}

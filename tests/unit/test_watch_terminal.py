@@ -27,7 +27,7 @@ from waiting import wait_until
 def record(path: Path, simulation: Simulation, *more: Entry) -> None:
     recorder = Recorder(path, simulation.facts)
     for entry in (*simulation.entries(40.0), *more):
-        recorder.take(entry)
+        recorder.record(entry)
     recorder.close()
 
 

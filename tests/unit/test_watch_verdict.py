@@ -36,7 +36,7 @@ def _entries(simulation: Simulation) -> list[Entry]:
 def _recorded(tmp_path, simulation: Simulation) -> Run:
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in _entries(simulation):
-        recorder.take(entry)
+        recorder.record(entry)
     recorder.close()
     return read_run(tmp_path / "run.hora")
 
@@ -62,9 +62,9 @@ def test_a_profile_that_arrives_before_the_verdict_finds_its_line():
     simulation = Simulation(num_ranks=2, slow=[Slowness(1, 1.4, part="between", begin=10.0)])
     run = Run(simulation.facts)
     for entry in simulation.entries(20.0):
-        run.take(entry)
-    run.take(_profile(run.now, 1, SLOW_PROFILE))
-    run.take(_profile(run.now, 0, ORDINARY_PROFILE))
+        run.apply(entry)
+    run.apply(_profile(run.now, 1, SLOW_PROFILE))
+    run.apply(_profile(run.now, 0, ORDINARY_PROFILE))
     assert not run.verdicts
     run.look(run.now)
     assert run.verdicts[-1].line is not None
@@ -91,7 +91,7 @@ def test_a_rank_that_is_soon_slow_again_keeps_its_verdict(pause_s, num_verdicts)
     simulation = Simulation(num_ranks=4, slow=slow)
     run, closed = Run(simulation.facts), False
     for number, entry in enumerate(simulation.entries(75.0)):
-        run.take(entry)
+        run.apply(entry)
         if number % 4 == 0:
             run.look(run.now)
             closed |= any(verdict.until is not None for verdict in run.verdicts)
@@ -131,10 +131,10 @@ def test_ranks_that_drift_apart_stay_in_the_verdict(tmp_path):
     simulation = Simulation(num_ranks=2)
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
     for entry in _entries(simulation):
-        recorder.take(entry)
+        recorder.record(entry)
         if entry.kind == "world":
             report = Report(Sample(), events=(("drift", text), *[("commit", "saved")] * 60))
-            recorder.take(Entry(entry.at, "report", 0, report.encode()))
+            recorder.record(Entry(entry.at, "report", 0, report.encode()))
     recorder.close()
     run = read_run(tmp_path / "run.hora")
     assert [one["text"] for one in view.head(run)["drifts"]] == [text]

@@ -375,7 +375,7 @@ class _Patient:
         complaints = self._complaints.read().decode(errors="replace").strip()
         return RuntimeError(complaints or f"the probe ended with status {status}")
 
-    def ask(self, endpoints: list[tuple[str, int]]) -> None:
+    def request(self, endpoints: list[tuple[str, int]]) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(endpoints) + "\n")
         self._process.stdin.flush()
@@ -442,7 +442,7 @@ def _address(patient: _Patient, ssh: Ssh) -> str:
 
 def _reach(patients: list[_Patient], endpoints: list[tuple[str, int]]) -> list[Finding]:
     for patient in patients:
-        patient.ask(endpoints)
+        patient.request(endpoints)
     reached: dict[str, dict[str, str | None]] = {}
     for patient, row in zip(patients, _answers(patients), strict=True):
         problems = [str(row)] * len(patients) if isinstance(row, RuntimeError) else row

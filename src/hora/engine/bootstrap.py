@@ -311,7 +311,7 @@ class Bootstrap:
             for member, rank in others:
                 outgoing[member] = self.open_stream(rank, key, sealed=sealed)
             for member, rank in others:
-                incoming[member] = self.take_stream(rank, key, limit_s=limit_s, sealed=sealed)
+                incoming[member] = self.accept_stream(rank, key, limit_s=limit_s, sealed=sealed)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
@@ -324,18 +324,18 @@ class Bootstrap:
         stream = self.control_tree.handoff.open_stream(rank, self._far(rank), key, limit_s=limit_s)
         return stream if self._encrypts(rank, sealed=sealed) else Stream(stream.sock)
 
-    def take_stream(self, rank: int, key: str, *, limit_s: float = 0.0, sealed: bool = False) -> Stream:
+    def accept_stream(self, rank: int, key: str, *, limit_s: float = 0.0, sealed: bool = False) -> Stream:
         """Return the stream that this rank has opened to this one. Raises TimeoutError if there is none."""
-        stream = self.control_tree.handoff.take_stream(key, rank, limit_s=limit_s)
+        stream = self.control_tree.handoff.accept_stream(key, rank, limit_s=limit_s)
         return stream if self._encrypts(rank, sealed=sealed) else Stream(stream.sock)
 
     def open_sealed_stream(self, rank: int, key: str) -> Stream:
         """Open a stream that may carry objects."""
         return self.open_stream(rank, key, sealed=True)
 
-    def take_sealed_stream(self, rank: int, key: str) -> Stream:
+    def accept_sealed_stream(self, rank: int, key: str) -> Stream:
         """Return the stream for objects that this rank has opened to this one. Raises TimeoutError."""
-        return self.take_stream(rank, key, sealed=True)
+        return self.accept_stream(rank, key, sealed=True)
 
     def seals_objects(self, ranks: Sequence[int]) -> bool:
         """Return whether objects of these ranks need streams of their own: tensors are sent in clear."""

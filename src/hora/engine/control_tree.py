@@ -254,16 +254,16 @@ class ControlTree:
     def whereabouts(self, ranks: Sequence[int], serial: int) -> dict[int, Whereabouts]:
         """Ask ranks what they wait for in a set, over separate connections; returns each one's answer."""
 
-        answers = self.ask(ranks, {"want": "whereabouts", "set": serial})
+        answers = self.request(ranks, {"want": "whereabouts", "set": serial})
         return {
             rank: Whereabouts.decode(found) if isinstance(found, bytes) else Whereabouts((), f"no answer: {found}")
             for rank, found in answers.items()
         }
 
-    def ask(self, ranks: Sequence[int], question: Header) -> dict[int, bytes | Exception]:
-        """Ask ranks over separate connections; returns each one's answer, or why there is none."""
+    def request(self, ranks: Sequence[int], question: Header) -> dict[int, bytes | Exception]:
+        """Send a question to ranks over separate connections; returns each one's answer, or why there is none."""
 
-        def ask(rank: int) -> bytes | Exception:
+        def answer_of(rank: int) -> bytes | Exception:
             try:
                 with self._call(rank, _ASK_LIMIT_S) as connection:
                     connection.send(question)
@@ -272,7 +272,7 @@ class ControlTree:
                 return error
 
         with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-control-ask") as pool:
-            return dict(zip(ranks, pool.map(ask, ranks), strict=True))
+            return dict(zip(ranks, pool.map(answer_of, ranks), strict=True))
 
     def is_there(self, rank: int) -> bool:
         """Return whether a rank's control tree still listens. A rank that does not answer in time is there."""

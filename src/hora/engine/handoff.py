@@ -74,7 +74,7 @@ class Handoff:
         return Segment.attach(descriptor)
 
     def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """Open a one-way connection to this rank, listening at `where`; it calls `take_stream`."""
+        """Open a one-way connection to this rank, listening at `where`; it calls `accept_stream`."""
         connection = self._connect(rank, where, limit_s)
         try:
             connection.send({"want": "stream", "key": key})
@@ -87,7 +87,7 @@ class Handoff:
             raise
         return Stream(connection.sock, connection.sealer.records())
 
-    def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
+    def accept_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
         """Return the stream that this rank opened to us."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._streams.get((key, rank)) is not None, limit_s)

@@ -30,7 +30,7 @@ from typing import Any
 
 from hora.engine.request import Completion
 from hora.engine.shm.counters import LINE_BYTES, SLICE_NS, Counter
-from hora.engine.shm.native import SHORT_BYTES, MessageCall, Pipe, library, native_part, new_spin_policy
+from hora.engine.shm.native import SHORT_BYTES, MessageCall, PipeStruct, library, native_part, new_spin_policy
 from hora.engine.shm.segment import Segment
 from hora.engine.status import WorldStatus
 from hora.engine.transport.stream import Incoming, Outgoing, poll
@@ -96,8 +96,8 @@ class Message(Completion):
             self.num_moved += way.move_bytes(self.address + done, self.num_bytes - done)
         return self.num_moved - before
 
-    def takes(self, peer: int, group: int, tag: int) -> bool:
-        """Return whether this receive takes a message of `peer`."""
+    def matches(self, peer: int, group: int, tag: int) -> bool:
+        """Return whether this receive is for a message of `peer`."""
         return self.group == group and self.tag == tag and peer in self.sources
 
 
@@ -111,7 +111,9 @@ class _Ring:
         self._counters = written, read = [Counter(segment.memory, offset + at) for at in (0, 2 * LINE_BYTES)]
         (bell, asleep), (others_bell, other_asleep) = bells
         start = written.address + _PAIR_LINES * LINE_BYTES
-        self._pipe = Pipe(written.address, read.address, start, num_bytes, others_bell.address, other_asleep.address)
+        self._pipe = PipeStruct(
+            written.address, read.address, start, num_bytes, others_bell.address, other_asleep.address
+        )
         self._pipe_at = ctypes.addressof(self._pipe)
         self._call = MessageCall(
             pipe=ctypes.pointer(self._pipe), bell=bell.address, asleep=asleep.address, patience=patience
@@ -153,8 +155,8 @@ class _Ring:
 
 class Messages:
     """This rank's messages. `near`: the ranks of this host in a common order, with their segment; `status_of` returns
-    the status of a group, by number; `open_stream` and `take_stream` return the streams with a name to and from a rank
-    of another host; the latter raises TimeoutError without one.
+    the status of a group, by number; `open_stream` and `accept_stream` return the streams with a name to and from a
+    rank of another host; the latter raises TimeoutError without one.
     """
 
     def __init__(
@@ -165,10 +167,10 @@ class Messages:
         status: WorldStatus,
         status_of: Callable[[int], WorldStatus],
         open_stream: Callable[[int, str], Stream],
-        take_stream: Callable[[int, str], Stream],
+        accept_stream: Callable[[int, str], Stream],
     ) -> None:
         self._rank, self._status, self._status_of = rank, status, status_of
-        self._open_stream, self._take_stream = open_stream, take_stream
+        self._open_stream, self._accept_stream = open_stream, accept_stream
         self._segment = segment
         self._lock = threading.RLock()
         self._sending: dict[int, deque[Message]] = {}  # by destination
@@ -306,7 +308,7 @@ class Messages:
             with self._lock:
                 self._num_direct -= 1
                 ring.busy.release()
-                self._take_note(message, state)
+                self._record_moved(message, state)
         return state == 1
 
     def _is_alone(self, message: Message) -> bool:
@@ -318,7 +320,7 @@ class Messages:
             return not num_sending and self._receives == [message] and self._is_between_messages(message.peer)
         return not self._receives and num_sending == 1 and message in self._sending[message.peer]
 
-    def _take_note(self, message: Message, state: int) -> None:
+    def _record_moved(self, message: Message, state: int) -> None:
         """Record what the native part has moved. Under the lock."""
         if message.done:  # failed meanwhile
             return
@@ -465,7 +467,7 @@ class Messages:
             raise HorovodInternalError(f"rank {peer} cannot be reached: {error}") from error
         if last is self._next.get(peer) and not last.num_left:
             del self._next[peer]
-            last = self._taken(peer, *_HEADER.unpack(last.head.raw))
+            last = self._receive_for(peer, *_HEADER.unpack(last.head.raw))
             arrivals.append(last)
         if not last.num_left and (last.sources or last.group == _NO_GROUP):
             arrivals.pop()
@@ -473,9 +475,9 @@ class Messages:
             last.finish()
         return True
 
-    def _taken(self, peer: int, group: int, tag: int, num_bytes: int, kind: int) -> Message:
-        """Return the receive that takes the message with this header, or a buffer for it."""
-        receive = next((one for one in self._receives if one.takes(peer, group, tag)), None)
+    def _receive_for(self, peer: int, group: int, tag: int, num_bytes: int, kind: int) -> Message:
+        """Return the receive for the message with this header, or a buffer for it."""
+        receive = next((one for one in self._receives if one.matches(peer, group, tag)), None)
         if receive is not None:
             self._receives.remove(receive)
             if not self._fits(receive, peer, num_bytes, kind):
@@ -491,7 +493,7 @@ class Messages:
         for peer in receive.sources:
             arrivals = self._arrivals.get(peer, deque())
             for arrival in arrivals:
-                if not arrival.sources and receive.takes(peer, arrival.group, arrival.tag):
+                if not arrival.sources and receive.matches(peer, arrival.group, arrival.tag):
                     if arrival.num_left:
                         break
                     arrivals.remove(arrival)
@@ -521,7 +523,7 @@ class Messages:
             return near
         far = self._far.get((peer, outwards))
         if far is None:
-            far = Outgoing(self._open_stream(peer, _NAME)) if outwards else Incoming(self._take_stream(peer, _NAME))
+            far = Outgoing(self._open_stream(peer, _NAME)) if outwards else Incoming(self._accept_stream(peer, _NAME))
             self._far[peer, outwards] = far
         return far
 

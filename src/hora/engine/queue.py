@@ -495,7 +495,7 @@ class OperationQueue(ProgressEngine):
         self.negotiation.wake(interrupt=True)
         if self.status.broken:
             for transport in self._on_gpus():
-                transport.give_up()  # waits on a GPU need not continue
+                transport.abort()  # waits on a GPU need not continue
 
     def drain(self) -> None:
         """Execute what was agreed before this rank began to leave; the rest fails."""
@@ -508,7 +508,7 @@ class OperationQueue(ProgressEngine):
             finally:
                 self.driving.release()
 
-    def settle(self) -> None:
+    def wait_for_gpu(self) -> None:
         """Wait until the GPU has finished this rank's part: other members may need it."""
         until = time.monotonic() + _SETTLE_LIMIT_S
 
@@ -518,7 +518,7 @@ class OperationQueue(ProgressEngine):
 
         for transport in self._on_gpus():
             with suppress(HorovodInternalError):
-                transport.settle(check_alive)
+                transport.wait_for_gpu(check_alive)
 
     def retire(self, why: str) -> None:
         """End the set (collective). What its members have agreed on is executed, the rest fails with `why`."""
@@ -533,7 +533,7 @@ class OperationQueue(ProgressEngine):
             # A rank that is no member has done its part of the removal and shut down: the set ends with the world.
         self.close()
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """End the set on this rank only: everything in flight and later fails. Thread-safe."""
         with self.lock:
             self._retired = self._retired or why

@@ -267,7 +267,7 @@ class Validator:
         """The first GPU that this rank has used here; it also takes part there in operations of others."""
         return self._gpus[0] if self._gpus else None
 
-    def settle(self, gpu: torch.device) -> None:
+    def set_home_gpu(self, gpu: torch.device) -> None:
         """Set the rank's GPU, unless it has already used one here."""
         if not self._gpus:
             self._gpus.append(gpu)

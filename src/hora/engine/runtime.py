@@ -392,7 +392,7 @@ class Runtime:
         self._solo_secret = new_secret()  # of a world of one
         self._messages: Messages | None = None
         self._looking = threading.Lock()
-        self._standstill = standstill.StandstillWatch(self.sets.queues_by_serial, self._ask)
+        self._standstill = standstill.StandstillWatch(self.sets.queues_by_serial, self._query_ranks)
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all have arrived, within the limit."""
@@ -535,7 +535,7 @@ class Runtime:
         queues = self.sets.queues()
         if torch.cuda.is_initialized():
             for queue in queues:  # the driving thread may have another current GPU
-                queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
+                queue.validator.set_home_gpu(torch.device("cuda", torch.cuda.current_device()))
         schedules: list[ReductionSchedule] = [schedule for queue in queues for schedule in queue.schedules]
         for schedule in schedules:
             schedule.leave()
@@ -569,7 +569,7 @@ class Runtime:
             near, segment, ways, bootstrap = [0], None, (_no_stream, _no_stream), self._bootstrap
             if bootstrap is not None:
                 near = bootstrap.beside(range(self.world.size))
-                ways = bootstrap.open_sealed_stream, bootstrap.take_sealed_stream
+                ways = bootstrap.open_sealed_stream, bootstrap.accept_sealed_stream
             if len(near) > 1:
                 segment = self.peers.share("messages", near, Messages.num_bytes(len(near)))
             self._messages = Messages(self.world.rank, near, segment, self.status, self.sets.status, *ways)
@@ -588,7 +588,7 @@ class Runtime:
         self.status.close(text, by=self.world.rank)
         for queue in self.sets.queues():
             queue.drain()
-            queue.settle()
+            queue.wait_for_gpu()
         if self._control_tree is not None:
             # The others may learn it from here first; then no rank waits for goodbyes. Of a death they hear anyway.
             if self.status.broken and not self.status.has_lost:
@@ -679,10 +679,10 @@ class Runtime:
 
         threading.Thread(target=look, name="hora-look-for-members", daemon=True).start()
 
-    def _ask(self, ranks: Sequence[int], question: Header) -> dict[int, bytes]:
+    def _query_ranks(self, ranks: Sequence[int], question: Header) -> dict[int, bytes]:
         """Return the answers of the ranks that give one."""
         tree = self._control_tree
-        answers = {} if tree is None else tree.ask(ranks, question)
+        answers = {} if tree is None else tree.request(ranks, question)
         return {rank: found for rank, found in answers.items() if isinstance(found, bytes)}
 
     def lines_of(self, ranks: Sequence[int], number: int = 0, key: Key | None = None) -> dict[int, str]:

@@ -35,7 +35,7 @@ _MAX_ASKED = 16
 _WAIT = ProgressEngine.wait.__code__
 
 Queues = Mapping[int, OperationQueue]  # of this rank, by the set's serial number
-Ask = Callable[[Sequence[int], Header], Mapping[int, bytes]]
+RequestOfRanks = Callable[[Sequence[int], Header], Mapping[int, bytes]]
 
 
 class Blocked(NamedTuple):
@@ -126,14 +126,14 @@ def answer(queues: Queues, question: Header) -> bytes:
 class StandstillWatch:
     """Rank 0's watch. `look` is called once a second, and does not block."""
 
-    def __init__(self, queues: Callable[[], Queues], ask: Ask) -> None:
-        self._queues, self._ask = queues, ask
+    def __init__(self, queues: Callable[[], Queues], request: RequestOfRanks) -> None:
+        self._queues, self._request = queues, request
         self._since = self._next_s = 0.0  # the wait, and how long it must have lasted for the next question
         self._suspects: dict[int, Blocked] = {}  # by rank, in this wait
         self._asking = threading.Lock()
 
     def look(self) -> None:
-        """Ask the ranks that the training thread has waited for, if it is time."""
+        """RequestOfRanks the ranks that the training thread has waited for, if it is time."""
         waiting = None if self._asking.locked() else find_waiting(self._queues())
         if waiting is None:
             return
@@ -159,7 +159,7 @@ class StandstillWatch:
     def _find_suspects(self, waiting: Waiting) -> dict[int, Blocked]:
         mine, queues = waiting.blocked, self._queues()
         found: dict[int, Blocked] = {}
-        for rank, data in self._ask(waiting.missing, {"want": "standstill", "blocked": mine}).items():
+        for rank, data in self._request(waiting.missing, {"want": "standstill", "blocked": mine}).items():
             reached, fields = json.loads(data) if data else (True, None)
             if reached or fields is None:
                 continue

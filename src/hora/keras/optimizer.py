@@ -123,7 +123,7 @@ class _Keras2(_Distributed):
         self.__dict__["_hora_computed"] = "eagerly" if _is_eager() else "in a function"
         return list(zip(reduced, variables, strict=True))
 
-    def _take_computed(self) -> bool:
+    def _pop_computed(self) -> bool:
         """Return whether the gradients were reduced when they were computed.
 
         A function that only applies gradients is traced for all calls, and perhaps twice.
@@ -137,7 +137,7 @@ class _Keras2(_Distributed):
         """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
         pairs = list(grads_and_vars)
         self._hora.check_one_pass()
-        if self._take_computed():
+        if self._pop_computed():
             return pairs
         variables = [variable for _, variable in pairs]
         return list(zip(self._hora.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
@@ -158,7 +158,7 @@ class _Keras2(_Distributed):
         done_before = kwargs.get("skip_gradients_aggregation") or not kwargs.get(
             "experimental_aggregate_gradients", True
         )
-        computed = self._take_computed() or done_before
+        computed = self._pop_computed() or done_before
         if not done_before:
             kwargs["experimental_aggregate_gradients"] = False
 

@@ -92,7 +92,7 @@ class RendezvousServer:
         endpoint = RendezvousEndpoint(kind="hora", port=self._rendezvous.port, job=PLAN_JOB)
         self._rendezvous.publish(self._plans, {slot.rank: slot.world(endpoint) for slot in host_alloc_plan})
         self._rendezvous.set(PLAN_KEY, str(self._plans).encode())
-        self._rendezvous.settle()  # a worker may ask before the rendezvous's thread has stored it
+        self._rendezvous.flush()  # a worker may ask before the rendezvous's thread has stored it
         self._plans += 1
 
     def stop(self) -> None:

@@ -55,7 +55,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
         import tensorflow as tf
 
         return bool(tf.config.list_physical_devices("GPU"))
-    return _ask("_check_has_gpu")
+    return _built("_check_has_gpu")
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
@@ -63,7 +63,7 @@ def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_
     return True
 
 
-def _ask(question: str, verbose: bool = False) -> bool | None:
+def _built(question: str, verbose: bool = False) -> bool | None:
     if not extension_available("torch", verbose):
         return None
     from hora.torch import basics
@@ -73,7 +73,7 @@ def _ask(question: str, verbose: bool = False) -> bool | None:
 
 # Functions of `verbose` that return whether torch has this back end, or None if no extension loads.
 mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = (
-    functools.partial(_ask, f"{name}_built") for name in ("mpi", "gloo", "nccl", "ddl", "ccl")
+    functools.partial(_built, f"{name}_built") for name in ("mpi", "gloo", "nccl", "ddl", "ccl")
 )
 
 

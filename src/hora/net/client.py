@@ -123,7 +123,7 @@ class ControlClient:
             client = cls(cls._open(endpoint, proof, left_s), endpoint, name)
             try:
                 client._hello = requests.Hello(name, worker)
-                client._ask(client._hello, limit_s=left_s)
+                client._request(client._hello, limit_s=left_s)
                 if worker >= 0:
                     client._reopen = functools.partial(cls._open, endpoint, proof)
                 return client
@@ -162,42 +162,42 @@ class ControlClient:
         lost one.
         """
         request = requests.Gather(key, rank, size, timeout_s, value, group, fanout)
-        header, payload = self._ask(request, waiting_for=f"all-gather {key!r}", limit_s=timeout_s)
+        header, payload = self._request(request, waiting_for=f"all-gather {key!r}", limit_s=timeout_s)
         values = cut_parts(payload, int(header["values"]))
         num_members = int(header["members"])
         above = values[num_members] if num_members < len(values) else None
         return RankGroup(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask(requests.Set(key, value))
+        self._request(requests.Set(key, value))
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
         """Return the value of the key, as soon as a worker or the launcher has set it."""
-        return self._ask(requests.Get(key, timeout_s), waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
+        return self._request(requests.Get(key, timeout_s), waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 if absent) and return its new value."""
-        return int(self._ask(requests.Add(key, amount))[1])
+        return int(self._request(requests.Add(key, amount))[1])
 
     def delete(self, key: str) -> bool:
         """Return whether the key existed."""
-        return self._ask(requests.Delete(key))[1] == b"1"
+        return self._request(requests.Delete(key))[1] == b"1"
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set."""
-        return self._ask(requests.Check(list(keys)))[1] == b"1"
+        return self._request(requests.Check(list(keys)))[1] == b"1"
 
     def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
         """Return this rank's keys (`hora.net.keys`). HorovodInternalError: this process has no such rank at present."""
         ranks = struct.pack(f">{len(towards)}I", *towards)
         request = requests.Keys(world.rank, world.generation, epoch, ranks)
-        return self._ask(request, waiting_for="the keys of this world", limit_s=timeout_s)[1]
+        return self._request(request, waiting_for="the keys of this world", limit_s=timeout_s)[1]
 
     # ---- reporting home -----------------------------------------------------------------------------------
 
     def send_result(self, result: bytes) -> None:
         """Send this worker's result; returns once the launcher has it."""
-        self._ask(requests.Returned(result), limit_s=max(_QUICK_S, len(result) / 1e6))
+        self._request(requests.Returned(result), limit_s=max(_QUICK_S, len(result) / 1e6))
 
     def send_error(
         self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
@@ -205,7 +205,7 @@ class ControlClient:
         """See `requests.Raised`."""
         message, traceback = _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES)
         request = requests.Raised(type_name[:200], message, traceback, consequence, pickled)
-        self._ask(request, limit_s=max(_QUICK_S, len(pickled) / 1e6))
+        self._request(request, limit_s=max(_QUICK_S, len(pickled) / 1e6))
 
     def say(self, text: str) -> None:
         """Print a line where the job was started. Does not wait."""
@@ -220,7 +220,9 @@ class ControlClient:
     def next_world(self, world: World, *, timeout_s: float) -> World | None:
         """Return this worker's world in the first generation after `world`; None if it has no place there."""
         request = requests.NextWorld(world.generation, timeout_s)
-        header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
+        header, _ = self._request(
+            request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s
+        )
         if header.get("error") == "removed":
             return None
         env = {str(key): str(value) for key, value in header["world"].items()}
@@ -249,14 +251,14 @@ class ControlClient:
         if self._why_closed is None:
             # If the launcher has ended first, no goodbye is needed.
             with contextlib.suppress(ConnectionError, TimeoutError):
-                self._ask(requests.Bye(), limit_s=5.0)
+                self._request(requests.Bye(), limit_s=5.0)
         self._connection.shutdown()
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=5.0)
 
     # ---- the wire -----------------------------------------------------------------------------------------
 
-    def _ask(
+    def _request(
         self, request: Request, *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
     ) -> tuple[Header, bytes]:
         number, pending = next(self._ids), _Pending(request)
@@ -329,7 +331,7 @@ class ControlClient:
             elif "notice" in header:
                 self._tell(header)
             else:
-                self._settle(header, payload)
+                self._resolve(header, payload)
 
     def _come_back(self) -> bool:
         """Reconnect and resend unanswered requests; no thread sends anything meanwhile."""
@@ -346,7 +348,7 @@ class ControlClient:
                     self._check_term(answer)
                     if "error" in answer:
                         return False
-                    self._ask_again()
+                    self._resend()
                     return True
                 except AuthenticationError:
                     return False
@@ -363,7 +365,7 @@ class ControlClient:
             raise ConnectionError("an outdated leader")
         self._term = term
 
-    def _ask_again(self) -> None:
+    def _resend(self) -> None:
         with self._state_lock:
             waiting = list(self._requests.items())
         for number, pending in waiting:
@@ -372,7 +374,7 @@ class ControlClient:
             else:
                 self._connection.send(*_message(pending.request, number))
 
-    def _settle(self, header: Header, payload: bytes) -> None:
+    def _resolve(self, header: Header, payload: bytes) -> None:
         with self._state_lock:
             pending = self._requests.get(header["re"])
         if pending is not None:  # None: the caller has timed out

@@ -73,11 +73,11 @@ class RankKeys:
     def towards(self, rank: int) -> Credentials:
         """Return the credentials for connecting to this rank."""
         self.fetch([rank])
-        return Credentials(self._towards[rank], "hub", self.rank)
+        return Credentials(self._towards[rank], "control", self.rank)
 
     def of(self, rank: int) -> Credentials:
         """Return the credentials with which this rank connects to us."""
-        return Credentials(_from(self._accepting, rank), "hub", rank)
+        return Credentials(_from(self._accepting, rank), "control", rank)
 
 
 _MIN_BYTES, _MAX_BYTES = 32, 64 * 1024

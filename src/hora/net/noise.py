@@ -174,7 +174,7 @@ class Records:
             self._rekey()
         return self._key[:_KEY_BYTES], self._number
 
-    def take_back(self, number: int) -> None:
+    def reclaim(self, number: int) -> None:
         """Continue with this number, after a caller has processed records."""
         self._number = number
 

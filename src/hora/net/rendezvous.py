@@ -116,7 +116,7 @@ class KeyValueStore:
     def set(self, key: str, value: bytes) -> None:
         self._server.call(lambda: self._store(key, value))
 
-    def settle(self, *, limit_s: float = 30.0) -> None:
+    def flush(self, *, limit_s: float = 30.0) -> None:
         """Wait until earlier calls of `set` have taken effect. Raises TimeoutError."""
         settled = threading.Event()
         self._server.call(settled.set)

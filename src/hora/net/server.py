@@ -363,7 +363,7 @@ class Server:
             elif handshake is not None:
                 self._greet(peer, handshake, data)
             else:
-                self._take(peer, data)
+                self._deliver(peer, data)
         except (AuthenticationError, *_MALFORMED) as error:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
@@ -393,7 +393,7 @@ class Server:
         self._peers[peer] = None
         self._selector.register(peer.sock, selectors.EVENT_READ, peer)
 
-    def _take(self, peer: Peer, data: bytes) -> None:
+    def _deliver(self, peer: Peer, data: bytes) -> None:
         assert peer.opener is not None
         for header, payload in peer.opener.feed(data):
             self._handler.message(peer, header, payload)

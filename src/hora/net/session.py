@@ -66,7 +66,7 @@ class _SessionEnd:
             self.unsent_bytes -= len(self._kept.popleft()[1])
         return list(self._kept)
 
-    def accept(self, header: Header, payload: bytes) -> bool:
+    def record(self, header: Header, payload: bytes) -> bool:
         """Record a received message; returns whether it is for the owner."""
         with self._lock:
             if "_r" in header:
@@ -125,7 +125,7 @@ class ClientSession(_SessionEnd):
                 if not self._come_back():
                     raise EOFError(str(error)) from None
                 continue
-            if self.accept(header, payload):
+            if self.record(header, payload):
                 return header, payload
 
     def _come_back(self) -> bool:
@@ -237,7 +237,7 @@ class Sessions:
             self._open(peer, str(header["session"]), int(header["received"]))
         elif "_bye" in header:
             self._end(session)
-        elif session.accept(header, payload):
+        elif session.record(header, payload):
             self._handler.message(session, header, payload)
 
     def _open(self, peer: Peer, name: str, received: int) -> None:

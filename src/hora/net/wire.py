@@ -236,7 +236,7 @@ class Opener(_Direction):
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
         """Yield the messages completed by these bytes."""
         for body in self.bodies(data):
-            message = self._take(body)
+            message = self._completed(body)
             if message is not None:
                 yield message
 
@@ -254,7 +254,7 @@ class Opener(_Direction):
             del self._buffer[:end]
             yield self._cipher.open(sealed)
 
-    def _take(self, body: bytes) -> tuple[Header, bytes] | None:
+    def _completed(self, body: bytes) -> tuple[Header, bytes] | None:
         if self._header is None:
             self._header, body = _opened(body)
             self._missing = self._header.pop("_n")

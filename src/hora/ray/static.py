@@ -72,7 +72,7 @@ class StaticAdapter(Adapter):
             self.workers, _ = self.strategy.create_workers(env)
             envs, executable = self._meet(self.strategy, env), ray.put(make_executable)
             self._outcomes(
-                [worker.settle.remote(own, executable) for worker, own in zip(self.workers, envs, strict=True)]
+                [worker.complete_start.remote(own, executable) for worker, own in zip(self.workers, envs, strict=True)]
             )
         except BaseException:
             self.shutdown()

@@ -58,7 +58,7 @@ class BaseHorovodWorker:
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
-    def settle(self, env_vars: Mapping[str, Any], make_executable: Callable[[], Any] | None) -> None:
+    def complete_start(self, env_vars: Mapping[str, Any], make_executable: Callable[[], Any] | None) -> None:
         """Complete the start: first the environment, because the executable may call `hvd.init()`."""
         self.update_env_vars(env_vars)
         self.start_executable(make_executable)

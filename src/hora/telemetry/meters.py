@@ -129,7 +129,7 @@ class Meter:
                 flush()
             self.on_commit()
 
-    def take_sample(self) -> Sample:
+    def pop_sample(self) -> Sample:
         """Return the sums over the steps since the last call."""
         totals = self.completed
         if not totals[0]:  # no steps at all: a script of bare collectives; still report its waits
@@ -142,7 +142,7 @@ class Meter:
         memory_bytes = _memory_bytes()
         return Sample(int(totals[0]), longest_s=longest_s, hidden_s=hidden_s, memory_bytes=memory_bytes, **since)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; tensors are converted here, not on the training thread."""
         taken, self._metrics = self._metrics, {}
         numbers = {}
@@ -153,12 +153,12 @@ class Meter:
                 continue
         return numbers
 
-    def take_events(self) -> tuple[tuple[str, str], ...]:
+    def pop_events(self) -> tuple[tuple[str, str], ...]:
         commits = [("commit", self._commit.popleft()) for _ in range(len(self._commit))]
         return (*(self._events.popleft() for _ in range(len(self._events))), *commits)
 
     def put_back(self, events: tuple[tuple[str, str], ...]) -> None:
-        """Return events that could not be sent, so that the next `take_events` finds them first."""
+        """Return events that could not be sent, so that the next `pop_events` finds them first."""
         self._events.extendleft(reversed(events))
 
 

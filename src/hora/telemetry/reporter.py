@@ -132,7 +132,7 @@ class Reporter:
 
     def __init__(self, meter: Meter, send: Send, *, machine: bool) -> None:
         self._meter, self._send = meter, send
-        meter.take_sample()  # the first report begins here
+        meter.pop_sample()  # the first report begins here
         self._machine = Machine() if machine else None
         self._machine_at = 0.0
         self._interval_s = 1.0
@@ -157,10 +157,10 @@ class Reporter:
             if self._meter.link_bytes_per_s:
                 host = {**host, "link": round(self._meter.link_bytes_per_s)}
         return Report(
-            self._meter.take_sample(),
+            self._meter.pop_sample(),
             self._waiting(),
-            self._meter.take_metrics(),
-            self._meter.take_events(),
+            self._meter.pop_metrics(),
+            self._meter.pop_events(),
             host,
             self._meter.total_steps,
         )

@@ -65,7 +65,7 @@ class Comparisons:
         self._groups = self._read()
         watch.applied(self._groups)
         tensors = _named(variables)
-        watch.take_digests(self._groups, tensors)
+        watch.compute_digests(self._groups, tensors)
         watch.compare(tensors)
 
 

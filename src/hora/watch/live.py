@@ -137,8 +137,8 @@ class Dashboard:
             raise ValueError("only an elastic job continues without one of its ranks; stop the job instead")
         self._job.remove(worker, "killed" if self._run.facts.get("demo") else "removed on the job's page")
 
-    def take(self, entry: Entry) -> None:
-        self._recorder.take(entry)
+    def record(self, entry: Entry) -> None:
+        self._recorder.record(entry)
 
     def look(self, run: Run) -> None:
         """Request what a person would request; runs once a second."""

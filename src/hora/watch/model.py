@@ -207,8 +207,8 @@ class Run:
 
     # ---- what happens -------------------------------------------------------------------------------------
 
-    def take(self, entry: Entry) -> None:
-        """Take an entry. Raises ValueError for an invalid one."""
+    def apply(self, entry: Entry) -> None:
+        """Apply an entry. Raises ValueError for an invalid one."""
         self.now = max(self.now, _time(entry.at))
         if entry.kind not in KINDS:
             raise ValueError(f"unknown entry {entry.kind!r}")

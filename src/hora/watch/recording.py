@@ -67,7 +67,7 @@ class Recorder:
             _log.warning("%s is not recorded any further: %s", what, error.strerror)
             self._file.close()
 
-    def take(self, entry: Entry) -> None:
+    def record(self, entry: Entry) -> None:
         limit = self._max_bytes if entry.kind == "line" else 2 * self._max_bytes
         if self._file.closed or self._num_bytes > limit:
             return
@@ -141,7 +141,7 @@ def read_run(path: str | Path) -> Run:
     looked_at = run.began
     for entry in entries:
         try:
-            run.take(entry)
+            run.apply(entry)
         except ValueError:  # skip a damaged entry, keep the rest
             continue
         if run.now - looked_at >= _LOOK_S:  # as often as a live page, so that it reaches the same verdicts

@@ -53,7 +53,7 @@ def read_timeline(path: str | Path) -> dict[str, Any]:
     reading = _Reading()
     try:
         for event in _events(data):
-            reading.take(event)
+            reading.add(event)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is neither a recorded run nor a timeline: {error}") from None
     if not reading.spans:
@@ -88,7 +88,7 @@ class _Reading:
         self._num_spans = self._num_left_out = 0
         self._began_us = 0.0
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         phase, pid = event["ph"], int(event.get("pid", 0))
         if phase == "M":
             arguments = event.get("args", {})

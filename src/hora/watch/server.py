@@ -79,7 +79,7 @@ class PageServer:
         """Add an entry. Never blocks."""
         self._waiting.append(entry)
         if entry.kind in ("end", "stack", "profile", "world"):  # the rest is processed once a second
-            self._tasks.call(self._take_in)
+            self._tasks.call(self._apply_waiting)
 
     def close(self) -> None:
         """Send the last state to the viewers, then stop."""
@@ -112,20 +112,20 @@ class PageServer:
         except Exception:  # a stale page is better than none
             _log.exception("the live page could not be updated")
 
-    def _take_in(self) -> None:
+    def _apply_waiting(self) -> None:
         while self._waiting:
             entry = self._waiting.popleft()
             try:
-                self.run.take(entry)
+                self.run.apply(entry)
             except ValueError as error:
                 _log.warning("the live page ignores an invalid entry: %s", error)
                 continue
             self._new_stacks = self._new_stacks or entry.kind in ("stack", "profile")
             if self._dashboard is not None:
-                self._dashboard.take(entry)
+                self._dashboard.record(entry)
 
     def _tick(self) -> None:
-        self._take_in()
+        self._apply_waiting()
         if self._dashboard is not None:
             if self.run.outcome is None:
                 self.run.look(time.time())
@@ -186,7 +186,7 @@ class PageServer:
         return self._respond(request)
 
     def _respond(self, request: HttpRequest) -> Answer:
-        self._take_in()
+        self._apply_waiting()
         if request.method == "GET":
             if request.path == "/api/run":
                 return _json(self._everything())

@@ -66,20 +66,20 @@ def show(page: Page, *, once: bool = False, console: Console | None = None) -> N
     run: dict[str, Any] = {}
     if once:
         for news in snapshots(page):
-            _take(run, news)
+            _apply(run, news)
             console.print(_picture(run, console.width))
             return
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         drawn = 0.0
         for news in snapshots(page):
-            _take(run, news)
+            _apply(run, news)
             if time.monotonic() - drawn > 0.4:
                 live.update(_picture(run, console.width), refresh=True)
                 drawn = time.monotonic()
     console.print(_picture(run, console.width))
 
 
-def _take(run: dict[str, Any], news: Mapping[str, Any]) -> None:
+def _apply(run: dict[str, Any], news: Mapping[str, Any]) -> None:
     """Apply the full state or a change; only the latest bins matter here."""
     news = _printable(news)
     everything = news.get("everything")

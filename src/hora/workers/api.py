@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.launch.processes import variables
-from hora.workers.gateway import Gateway, ask, find, named, new_name, runs
+from hora.workers.gateway import Gateway, call_session, find, named, new_name, runs
 from hora.workers.session import WorkerSession
 
 
@@ -44,7 +44,7 @@ Session = WorkerSession | tuple[str, str]  # of this process, or the name and ke
 def _call(session: Session, call: str, *, limit_s: float | None = 60.0, **request: Any) -> Any:
     if isinstance(session, WorkerSession):
         return getattr(session, call)(**request)
-    return ask(*session, call=call, limit_s=limit_s, **request)
+    return call_session(*session, call=call, limit_s=limit_s, **request)
 
 
 _lock = threading.Lock()

@@ -114,7 +114,7 @@ class Record:
 class WorkerBackend:
     """Base: runs workers and reports their exits as `LaunchEvents`. The session serialises its calls."""
 
-    def settle(self, n: int) -> None:
+    def probe(self, n: int) -> None:
         """Wait until the backend knows whether `n` more workers fit. Call it without the session's lock."""
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:

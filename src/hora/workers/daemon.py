@@ -15,7 +15,7 @@ import sys
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.job import OutputOptions
 from hora.launch.processes import module_command
-from hora.workers.gateway import Gateway, ask, find, name_of, new_name, runs, server_pid
+from hora.workers.gateway import Gateway, call_session, find, name_of, new_name, runs, server_pid
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
@@ -57,8 +57,8 @@ def end(folder: str) -> bool:
         return False
     process = os.pidfd_open(server_pid(found[0]))
     try:
-        ask(*found, call="stop", ids=None)
-        ask(*found, call="end")
+        call_session(*found, call="stop", ids=None)
+        call_session(*found, call="end")
         if not select.select([process], [], [], _END_LIMIT_S)[0]:
             raise TimeoutError(f"the session of workers of {folder} did not end within {_END_LIMIT_S:g} s")
     finally:

@@ -129,7 +129,7 @@ class Gateway:
                 raise ValueError(f"unknown call {other!r}")
 
 
-def ask(name: str, key: str, *, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
+def call_session(name: str, key: str, *, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
     """Call the session behind a gateway. ConnectionError if there is none; ValueError if it rejects the call."""
     with open_connection(name, key) as connection:
         return exchange(connection, call, limit_s=limit_s, **request)

@@ -70,7 +70,7 @@ class WorkerSession:
         room.
         """
         backend = self._backend(request)
-        backend.settle(n)
+        backend.probe(n)
         together, deadline = request.get("all_or_nothing"), time.monotonic() + float(request.get("wait_s", 0.0))
         engines, launched = [new_id() for _ in range(n)], list[Record]()
         with self._changed:
@@ -229,14 +229,14 @@ class WorkerSession:
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
         # Local workers start faster without it.
-        from hora.workers.spark_backend import SparkBackend, spark_cluster
+        from hora.workers.spark_backend import SparkTaskBackend, spark_cluster
 
         cluster = spark_cluster(wanted)
         if cluster is None:
             return self._local
         with self._changed:
             if not self._spark or self._spark[-1][0] is not cluster:
-                self._spark.append((cluster, SparkBackend(cluster, self)))
+                self._spark.append((cluster, SparkTaskBackend(cluster, self)))
             return self._spark[-1][1]
 
     def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> Record:

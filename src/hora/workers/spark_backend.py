@@ -58,7 +58,7 @@ def spark_cluster(backend: str) -> Any | None:
     return found
 
 
-class SparkBackend(WorkerBackend):
+class SparkTaskBackend(WorkerBackend):
     """The tasks of a Spark cluster. They end with the processes that a worker leaves behind."""
 
     def __init__(self, cluster: Any, events: LaunchEvents) -> None:
@@ -69,7 +69,7 @@ class SparkBackend(WorkerBackend):
         self._held: set[str] = set()
         self._workers: dict[int, _Worker] = {}
 
-    def settle(self, n: int) -> None:
+    def probe(self, n: int) -> None:
         if not self._is_connect:
             with contextlib.suppress(ValueError):  # `reserve` says it, worker by worker
                 require_slots(self._cluster, len(self._held) + n)
@@ -146,8 +146,8 @@ class _Worker:
         raise NotImplementedError
 
 
-class _Process:
-    """LaunchEvents of a single process, of which it keeps the exit."""
+class _OneWorkerEvents:
+    """LaunchEvents of a single worker; `wait` returns its exit."""
 
     def __init__(
         self, output: Callable[[int, str, bytes], None], started: Callable[[int], None] = lambda worker: None
@@ -179,7 +179,7 @@ class _StageWorker(_Worker):
                 raise InterruptedError("it was stopped before it started")
             if tasks is None:
                 raise JobFailedError(self._driver.stage.failure_text())
-            process = _Process(self._events.output, self._events.started)
+            process = _OneWorkerEvents(self._events.output, self._events.started)
             self._task = tasks[0]
             self._task.look_after(process)
             self._task.start([self._spec(self._task)])
@@ -252,7 +252,7 @@ class _QueryWorker(_Worker):
                 "PYTHONPATH": python_path(),
             }
             home = ClientLogSink(log)
-            process = _Process(lambda worker, stream, data: home.write(stream, data))
+            process = _OneWorkerEvents(lambda worker, stream, data: home.write(stream, data))
             launcher = HostLauncher()
             try:
                 launcher.start([worker_spec(number, {**variables(), **env, **here, **own_env}, files)], process)

@@ -154,7 +154,7 @@ class Collector:
         self._forget(key)
         if not held.parts and all(other == signature for other in held.whole.values()):
             return [(ALL, signature, instance)]
-        return self._taken_apart(held)
+        return self._split(held)
 
     def add_slots(self, child: int, bits: int, now: float) -> tuple[int, list[Announced]]:
         """Add slots that a child has announced. Returns those that are complete now, and what else to forward."""
@@ -206,13 +206,13 @@ class Collector:
         for held in self._held.values():
             if held.since <= before and not held.apart:
                 held.apart = True
-                passed += self._taken_apart(held)
+                passed += self._split(held)
         return passed
 
     def held(self) -> list[tuple[Key, int, float, dict[int, Signature]]]:
         """Return the held announcements: running number, since when, signatures by rank. Thread-safe."""
         return [
-            (key, held.instance, held.since, {rank: signature for rank, signature, _ in self._taken_apart(held)})
+            (key, held.instance, held.since, {rank: signature for rank, signature, _ in self._split(held)})
             for key, held in list(self._held.items())
         ]
 
@@ -221,7 +221,7 @@ class Collector:
             return len(held.whole) == len(self._below)
         return sum(len(self._below[child]) for child in held.whole) + len(held.parts) == self._num_below
 
-    def _taken_apart(self, held: _Held) -> list[Announced]:
+    def _split(self, held: _Held) -> list[Announced]:
         known = dict(held.parts)
         for child, signature in dict(held.whole).items():
             known |= dict.fromkeys(self._below[child], signature)
@@ -274,7 +274,7 @@ class TreeNegotiation(Negotiation):
             return
         self._own.append((signature, instance))
         if len(self._own) == 1:  # otherwise the control tree's thread has been called and has not run yet
-            self._control_tree.call(self._take_own)
+            self._control_tree.call(self._announce_own)
 
     def poll(self, planner: BatchPlanner) -> list[Batch] | None:
         if not self._delivered:
@@ -320,7 +320,7 @@ class TreeNegotiation(Negotiation):
         parts = cut_parts(payload, int(header["parts"]))
         if header["t"] == "round":
             if rank == self._parent:
-                self._take_round(parts, payload)
+                self._apply_round(parts, payload)
         elif rank in self._readers:
             now = time.monotonic()
             for who, data in parts:
@@ -338,9 +338,9 @@ class TreeNegotiation(Negotiation):
         if self._parent is not None:
             self._pass(0, self._collector.pass_on(now - OLD_S))
         else:
-            self._ask_beyond_missing(now)
+            self._look_beyond_missing(now)
 
-    def _take_own(self) -> None:
+    def _announce_own(self) -> None:
         now, bits = time.monotonic(), 0
         while self._own:
             signature, instance = self._own.popleft()
@@ -371,13 +371,13 @@ class TreeNegotiation(Negotiation):
         if self._parent is not None:
             self._send_up(parts)
         else:
-            self._take_round(parts, join_parts(parts))
+            self._apply_round(parts, join_parts(parts))
 
     def _send_up(self, parts: Sequence[tuple[int, bytes]]) -> None:
         assert self._parent is not None
         self._control_tree.send(self._parent, {"t": "up", "set": self.serial, "parts": len(parts)}, join_parts(parts))
 
-    def _take_round(self, parts: list[tuple[int, bytes]], payload: bytes) -> None:
+    def _apply_round(self, parts: list[tuple[int, bytes]], payload: bytes) -> None:
         header = {"t": "round", "set": self.serial, "parts": len(parts)}
         for child in self._children:
             self._control_tree.send(child, header, payload)
@@ -408,17 +408,19 @@ class TreeNegotiation(Negotiation):
         some = set(missing)
         return [rank for rank in some if some.intersection(self._tree.above(rank)) - {self._rank}]
 
-    def _ask_beyond_missing(self, now: float) -> None:
+    def _look_beyond_missing(self, now: float) -> None:
         ranks: set[int] = set()
         for _, _, since, signatures in self._collector.held():
             if now - since >= OLD_S and signatures:
                 ranks |= set(self._doubtful(self._members.keys() - signatures.keys()))
         if ranks and not self._asking:
             self._asking = True
-            ask = threading.Thread(target=self._ask, args=(sorted(ranks),), name="hora-control-ask", daemon=True)
+            ask = threading.Thread(
+                target=self._request_whereabouts, args=(sorted(ranks),), name="hora-control-ask", daemon=True
+            )
             ask.start()
 
-    def _ask(self, ranks: Sequence[int]) -> None:
+    def _request_whereabouts(self, ranks: Sequence[int]) -> None:
         try:
             self._answers = self._control_tree.whereabouts(ranks, self.serial)
             self._asked_at = time.monotonic()

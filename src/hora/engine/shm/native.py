@@ -135,7 +135,7 @@ class Sum(ctypes.Structure):
 
 
 @described("job")
-class Job(ctypes.Structure):
+class CollectiveStruct(ctypes.Structure):
     """A collective through a ring, and its progress."""
 
 
@@ -150,7 +150,7 @@ class Repeated(ctypes.Structure):
 
 
 @described("pipe")
-class Pipe(ctypes.Structure):
+class PipeStruct(ctypes.Structure):
     """One direction between two ranks."""
 
 

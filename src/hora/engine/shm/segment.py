@@ -93,7 +93,7 @@ class Segment:
 
 
 class Window:
-    """A second mapping of a piece that `SharedMemory.take` returned, unmapped with its last tensor.
+    """A second mapping of a piece that `SharedMemory.allocate` returned, unmapped with its last tensor.
 
     Whoever keeps a tensor of a window can keep its values too, while the piece is written again: `keep`.
     """
@@ -119,8 +119,8 @@ class Window:
 
 
 class SharedMemory:
-    """A segment that all members of a set have mapped, allocated piece by piece. Every member takes the same pieces in
-    the same order.
+    """A segment that all members of a set have mapped, allocated piece by piece. Every member allocates the same
+    pieces in the same order.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -129,10 +129,10 @@ class SharedMemory:
 
     @staticmethod
     def space(count: int, dtype: torch.dtype) -> int:
-        """Return the bytes that `take` uses."""
+        """Return the bytes that `allocate` uses."""
         return aligned(count * dtype.itemsize)
 
-    def take(self, count: int, dtype: torch.dtype, *, copied: bool = True) -> torch.Tensor:
+    def allocate(self, count: int, dtype: torch.dtype, *, copied: bool = True) -> torch.Tensor:
         """Return the next piece, which begins on a new page.
 
         In a forked child it is private, and empty unless `copied`.

@@ -109,13 +109,13 @@ class FusingTransport(ABC):
     def _packed(self, tensors: Tensors) -> torch.Tensor:
         if len(tensors) == 1:
             return tensors[0]
-        packed = self._buffers.take("packed", total(tensors), tensors[0].dtype)
+        packed = self._buffers.get("packed", total(tensors), tensors[0].dtype)
         pack(tensors, packed)
         return packed
 
     def _room(self, outputs: Tensors) -> torch.Tensor:
         """Return the only output, or room for all of them."""
-        return outputs[0] if len(outputs) == 1 else self._buffers.take("unpacked", total(outputs), outputs[0].dtype)
+        return outputs[0] if len(outputs) == 1 else self._buffers.get("unpacked", total(outputs), outputs[0].dtype)
 
     @abstractmethod
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:

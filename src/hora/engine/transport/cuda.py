@@ -36,7 +36,7 @@ Chosen = DistributedTransport | CudaStagingTransport
 class CudaTransport:
     """See `Transport`.
 
-    `make_cpu` returns the same members' transport for CPU tensors, which its provider closes. `share`: collective,
+    `make_cpu` returns the same members' transport for CPU tensors, which its owner closes. `share`: collective,
     returns host memory that all members see; None if they are on several hosts.
     """
 
@@ -70,12 +70,12 @@ class CudaTransport:
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         self._choose(inputs[0].device).reducescatter(inputs, outputs, counts, reduce)
 
-    def settle(self, check_alive: AliveCheck) -> None:
+    def wait_for_gpu(self, check_alive: AliveCheck) -> None:
         """Wait until the GPU has finished queued work, unless the liveness check raises."""
         if self._queued_on is not None:
             wait_for(self._queued_on.record_event(), check_alive)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End GPU work that waits for a lost peer: the world is broken. Thread-safe; may be called repeatedly."""
         chosen = self._chosen
         if isinstance(chosen, DistributedTransport):
@@ -86,7 +86,7 @@ class CudaTransport:
         if self._chosen is None:
             return
         try:
-            self.settle(self.membership.check_alive)
+            self.wait_for_gpu(self.membership.check_alive)
         except HorovodInternalError:
             if isinstance(self._chosen, DistributedTransport):
                 self._chosen.abort()

@@ -27,7 +27,7 @@ _GUARD_EVERY_S = 0.05
 
 
 class CudaStagingTransport:
-    """CUDA tensors through host memory, over the transport `cpu` of the same members, which its provider closes.
+    """CUDA tensors through host memory, over the transport `cpu` of the same members, which its owner closes.
 
     Everything is ordered on the current stream: a copy to pinned memory, for which the host waits, then the CPU
     transport, then a copy back without waiting. Element-wise reductions and broadcasts run in portions with two
@@ -106,7 +106,7 @@ class CudaStagingTransport:
         emptied = self._emptied.pop(purpose, None)
         if emptied is not None:
             emptied.synchronize()
-        return self._buffers.take(purpose, sum(tensor.numel() for tensor in like), like[0].dtype)
+        return self._buffers.get(purpose, sum(tensor.numel() for tensor in like), like[0].dtype)
 
     def _stage(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         staged = self._pinned(purpose, tensors)

@@ -83,7 +83,7 @@ class DeviceMemoryTransport(CudaStagingTransport):
             else:
                 pack(sources, own)
             self._publish("allreduce")
-            out = results[0] if len(results) == 1 else self._on_gpu.take("out", sum(sizes), dtype)
+            out = results[0] if len(results) == 1 else self._on_gpu.get("out", sum(sizes), dtype)
             arithmetic.reduce(slots, out)
             if len(results) > 1:
                 unpack(out, results)

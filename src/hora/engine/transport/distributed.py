@@ -80,7 +80,7 @@ class DistributedTransport(FusingTransport):
         n, dtype, sizes = self._num_members, inputs[0].dtype, [tensor.numel() for tensor in inputs]
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
         arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, elsewhere=True)
-        own, other = (self._buffers.take(purpose, sum(sizes), dtype) for purpose in ("own", "other"))
+        own, other = (self._buffers.get(purpose, sum(sizes), dtype) for purpose in ("own", "other"))
         mine, theirs = own.split(sizes), other.split(sizes)
         for source, part in zip(inputs, mine, strict=True):
             arithmetic.prepare(source, part)
@@ -106,7 +106,7 @@ class DistributedTransport(FusingTransport):
         """Start a reducescatter of one tensor; of two that overlap, one has turn 0 and one turn 1."""
         arithmetic = self._arithmetic(reduce, source.dtype)
         if arithmetic.prescales:
-            prepared = self._buffers.take(f"own{turn}", source.numel(), source.dtype)
+            prepared = self._buffers.get(f"own{turn}", source.numel(), source.dtype)
             arithmetic.prepare(source, prepared)
             source = prepared
         output.copy_((yield from self._reduce_slice(source, counts, turn, arithmetic)))
@@ -116,7 +116,7 @@ class DistributedTransport(FusingTransport):
     ) -> Generator[None, None, torch.Tensor]:
         """Send each member its slice, and return this one's slice of all members, combined."""
         mine = counts[self._member]
-        received = self._buffers.take(f"received{turn}", self._num_members * mine, packed.dtype)
+        received = self._buffers.get(f"received{turn}", self._num_members * mine, packed.dtype)
         pending = self.group.start_alltoall(received, packed, [mine] * self._num_members, counts)
         yield
         self.group.finish(pending)
@@ -131,7 +131,7 @@ class DistributedTransport(FusingTransport):
 
     def barrier(self) -> None:
         n = self._num_members
-        bells = self._buffers.take("bells", 2 * n, torch.uint8)
+        bells = self._buffers.get("bells", 2 * n, torch.uint8)
         self.group.finish(self.group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
 
     def close(self) -> None:
@@ -154,10 +154,10 @@ class DistributedTransport(FusingTransport):
         """Start to reduce a portion: views of several tensors, or of one. Two are in flight, in different turns."""
         count, dtype, source = total(sources), arithmetic.dtype, sources[0]
         several, in_one_step = len(sources) > 1, count * dtype.itemsize <= _DIRECT_BYTES
-        out = self._buffers.take(f"out{turn}", count, dtype) if several else results[0]
+        out = self._buffers.get(f"out{turn}", count, dtype) if several else results[0]
         own = out if nccl is not None else source
         if nccl is None and (several or arithmetic.prescales):
-            own = self._buffers.take(f"own{turn}", count, dtype)
+            own = self._buffers.get(f"own{turn}", count, dtype)
         if several:
             pack(sources, own)
             arithmetic.prepare(own, own)
@@ -170,7 +170,7 @@ class DistributedTransport(FusingTransport):
             self.group.finish(pending)
             arithmetic.finish(out, out)
         elif in_one_step:  # every member receives everything and combines it
-            received = self._buffers.take(f"received{turn}", self._num_members * count, dtype)
+            received = self._buffers.get(f"received{turn}", self._num_members * count, dtype)
             pending = self.start_gather(own, received, [count] * self._num_members)
             yield
             self.group.finish(pending)

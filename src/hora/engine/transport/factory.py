@@ -47,7 +47,7 @@ class Topology:
         """Return this rank's place among some members."""
         return Membership(list(members).index(self.member), len(members), self.check_alive)
 
-    def provider(self, members: Sequence[int]) -> Callable[[int], Segment]:
+    def segments(self, members: Sequence[int]) -> Callable[[int], Segment]:
         """Return the function that allocates memory for members on one host."""
         return lambda num_bytes: self.share([self.ranks[member] for member in members], num_bytes)
 
@@ -68,13 +68,13 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
         # Opening it may block for long if its host has just vanished; the liveness check knows sooner.
         store = connect(lambda: topology.store("flat"), "a connection to the rendezvous", topology.check_alive)
         assert store is not None, "a set of several members always has a rendezvous"
-        share = topology.provider(everyone) if topology.cuda_ipc and topology.native and len(groups) == 1 else None
+        share = topology.segments(everyone) if topology.cuda_ipc and topology.native and len(groups) == 1 else None
         return CudaTransport(store, topology.membership(everyone), lambda: transport_for("cpu"), share)
     if not topology.native:
         return DistributedTransport(topology.connect("members", everyone), hosts=sorted(map(sorted, groups)))
     (here,) = (group for group in groups if topology.member in group)
     alone = len(here) == 1
-    local = LocalTransport() if alone else ShmTransport(topology.provider(here), topology.membership(here))
+    local = LocalTransport() if alone else ShmTransport(topology.segments(here), topology.membership(here))
     return local if len(groups) == 1 else between_hosts(topology, local)
 
 
@@ -89,7 +89,7 @@ def between_hosts(topology: Topology, local: ShmTransport | LocalTransport) -> H
         local,
         groups,
         topology.member,
-        share=topology.provider(here),
+        share=topology.segments(here),
         connect=topology.connect,
         check_alive=topology.check_alive,
     )

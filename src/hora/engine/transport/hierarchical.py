@@ -186,11 +186,11 @@ class HierarchicalTransport(FusingTransport):
         counts = [target.numel() for target in targets]
         shares, members = self._shares(counts), [counts[member] for member in self._here]
         # Inside the host: the members' data becomes the host's block, which all of them get.
-        block = self._buffers.take(f"block{turn}", sum(members), own.dtype)
+        block = self._buffers.get(f"block{turn}", sum(members), own.dtype)
         self._local.allgather([own], [block], [members])
         # Between hosts: each slice leader sends its share of this host's block, and gets the same share of all blocks.
         mine, pending = [of_host[self._index] for of_host in shares], None
-        slices = self._buffers.take(f"slices{turn}", sum(mine), own.dtype)
+        slices = self._buffers.get(f"slices{turn}", sum(mine), own.dtype)
         if self._between is not None and any(mine):
             pending = self._between.start_gather(block.split(shares[self._host])[self._index], slices, mine)
         yield
@@ -198,7 +198,7 @@ class HierarchicalTransport(FusingTransport):
             self._between.group.finish(pending)
         # Inside the host: the slice leaders' shares together are all hosts' blocks.
         sizes = [sum(of_host) for of_host in shares]
-        blocks = self._buffers.take(f"blocks{turn}", sum(sizes), own.dtype).split(sizes)
+        blocks = self._buffers.get(f"blocks{turn}", sum(sizes), own.dtype).split(sizes)
         self._local.allgather(slices.split(mine), blocks, shares)
         for block, host in zip(blocks, self._hosts, strict=True):
             unpack(block, [targets[member] for member in host])
@@ -250,12 +250,12 @@ class HierarchicalTransport(FusingTransport):
         # Inside the host: each slice leader gets its share of all hosts' blocks, combined over this host's members.
         mine = [of_host[self._index] for of_host in shares]
         blocks = [torch.cat([parts[member] for member in host]) for host in self._hosts]
-        slices = self._buffers.take(f"slices{turn}", sum(mine), dtype)
+        slices = self._buffers.get(f"slices{turn}", sum(mine), dtype)
         inside, between, end = stages(reduce, dtype, self._num_members)
         self._local.reducescatter(blocks, slices.split(mine), shares, inside)
         # Between hosts: each slice leader gets its share of this host's block, combined over the hosts.
         here, under_way = shares[self._host], None
-        reduced = self._buffers.take(f"reduced{turn}", here[self._index], dtype)
+        reduced = self._buffers.get(f"reduced{turn}", here[self._index], dtype)
         if self._between is not None and any(mine):
             under_way = self._between.start_scatter(slices, reduced, mine, between, turn)
             next(under_way)
@@ -264,7 +264,7 @@ class HierarchicalTransport(FusingTransport):
             complete(under_way)
             end.finish(reduced, reduced)
         # Inside the host: the slice leaders' shares together are the host's block, of which each member takes its part.
-        block = self._buffers.take(f"block{turn}", sum(here), dtype)
+        block = self._buffers.get(f"block{turn}", sum(here), dtype)
         self._local.allgather([reduced], [block], [here])
         output.copy_(block.split([counts[member] for member in self._here])[self._index])
 

@@ -124,8 +124,8 @@ class Buffers:
         self._pinned = pinned
         self._kept: dict[str, torch.Tensor] = {}
 
-    def take(self, purpose: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `count` uninitialized elements. Overwrites what was taken before for the same purpose."""
+    def get(self, purpose: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `count` uninitialized elements. Overwrites the last buffer for the same purpose."""
         num_bytes = count * dtype.itemsize
         memory = self._kept.get(purpose)
         if memory is None or memory.numel() < num_bytes:

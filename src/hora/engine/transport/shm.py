@@ -184,7 +184,7 @@ class ShmGroup(PeerGroup):
         job.sent, job.received = map(ctypes.addressof, parts)
         self._run(job, num_steps)
 
-    def _run(self, job: native.Job, num_steps: int) -> None:
+    def _run(self, job: native.CollectiveStruct, num_steps: int) -> None:
         job.first_step = self.step + 1
         self.step += num_steps
         job_at = ctypes.addressof(job)
@@ -203,13 +203,15 @@ class ShmGroup(PeerGroup):
         direct: bool = True,
         divided: bool = False,
         stage: float = 1.0,
-    ) -> tuple[native.Job, int]:
+    ) -> tuple[native.CollectiveStruct, int]:
         """Describe collectives of one kind; returns how many steps of the ring each of them takes, too."""
         num_pieces = -(-count // (self._share_bytes(divided) // item_bytes))
         # A member that has published step s + AHEAD + 1 has reduced its slice of step s.
         lag = 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces
         ring = ctypes.pointer(self.ring)
-        job = native.Job(ring=ring, total=count, lag=lag, direct=direct, divided=divided, what=what, stage=stage)
+        job = native.CollectiveStruct(
+            ring=ring, total=count, lag=lag, direct=direct, divided=divided, what=what, stage=stage
+        )
         return job, num_pieces + lag
 
     def _share_bytes(self, divided: bool) -> int:

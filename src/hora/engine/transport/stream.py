@@ -96,9 +96,9 @@ class _NativeRecords:
         self._description.number = number
         return self._description
 
-    def take_back(self) -> None:
-        """Take the records back from the native part."""
-        self._records.take_back(self._description.number)
+    def reclaim(self) -> None:
+        """Reclaim the records from the native part."""
+        self._records.reclaim(self._description.number)
 
 
 # A socket, and its records if it is encrypted.
@@ -187,7 +187,7 @@ class StreamGroup(PeerGroup):
                 {peer: end.lend() for peer, end in self._incoming.items()},
             )
             for end in self._ends():
-                end.take_back()
+                end.reclaim()
         except (RuntimeError, OSError) as error:
             self._fail(error, "allreduce")
 
@@ -289,9 +289,9 @@ class _End:
         assert not self.queue, "something is under way"
         return self.sock.fileno(), None if self._native is None else self._native.lend()
 
-    def take_back(self) -> None:
+    def reclaim(self) -> None:
         if self._native is not None:
-            self._native.take_back()
+            self._native.reclaim()
 
     @functools.cached_property
     def _native(self) -> _NativeRecords | None:

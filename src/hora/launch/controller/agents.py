@@ -244,7 +244,7 @@ class Agents:
             node.leaving = True
             self._tell()
         else:
-            node.accept(message)
+            node.enqueue(message)
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         index, name = joining.node, joining.name[:_MAX_NAME_CHARS]

@@ -205,7 +205,7 @@ class AgentHandle:
                 peer.send(*pack(message))
             self._unsent.clear()
 
-    def accept(self, message: Message) -> None:
+    def enqueue(self, message: Message) -> None:
         """Queue a report of the agent."""
         self._unanswered = 0
         self._inbox.put(message)

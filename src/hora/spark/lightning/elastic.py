@@ -92,7 +92,7 @@ class LoopPosition:
             "should_stop": trainer.should_stop,
         }
 
-    def settle(self) -> None:
+    def reset_progress(self) -> None:
         """Bring the Trainer to its state between two batches, possibly in a new world."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         inner = (loop.epoch_loop.automatic_optimization, loop.epoch_loop.manual_optimization)
@@ -109,7 +109,7 @@ class LoopPosition:
         trainer._logger_connector.reset_results()
         trainer.training = True
         trainer._logger_connector.reset_results()
-        trainer.strategy.take_rank()
+        trainer.strategy.apply_rank()
         if self.size != hvd.size():
             trainer.strategy.scale_rates(hvd.size() / self.size)
             self.size = hvd.size()
@@ -153,7 +153,7 @@ class _ElasticFit:
         place, again = self.place, self.place.began
         self.first = 0
         if again:
-            place.settle()
+            place.reset_progress()
             self._renew_data()
         else:
             place.began, place.epoch = True, self.epoch_progress.current.processed

@@ -55,9 +55,9 @@ class _Horovod:
         hvd.init()
         self._new_data = new_data
         self._accumulating = False
-        self.take_rank()
+        self.apply_rank()
 
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Make Lightning print and write only on rank 0."""
         from lightning_utilities.core import rank_zero
 

@@ -118,7 +118,7 @@ class Calls:
             raise HorovodInternalError(f"{text}You may wait for it again")
         text += "This process group cannot be used any more"
         self._has_timed_out = True
-        self._queue.give_up(text)
+        self._queue.abandon(text)
 
     def go_on_now(self) -> None:
         """Advance calls in flight as far as possible without waiting."""

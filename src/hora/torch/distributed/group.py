@@ -156,5 +156,5 @@ class HoraProcessGroup(Collectives, _BASE):
 
     def abort(self) -> None:
         """Fail all operations in flight in this group, on this rank."""
-        self._queue.give_up(f"{self._label('process group')} was aborted by rank {self._own_rank}")
+        self._queue.abandon(f"{self._label('process group')} was aborted by rank {self._own_rank}")
         self.shutdown()

@@ -20,7 +20,7 @@ How a front uses it, in lockstep on all members:
     watch.restart()                     after a broadcast of parameters or hyperparameters
     watch.abstains = True               this rank steps without a reduction, by intent
 
-`reduced` is `is_due`, `take_digests` and `compare` together: a front whose ranks may change parameters of others, or
+`reduced` is `is_due`, `compute_digests` and `compare` together: a front whose ranks may change parameters of others, or
 that waits for a reduction, takes digests before the wait. Tensors share memory with the front's own: for numpy arrays
 use torch.from_numpy. A new world needs a new watch.
 """
@@ -98,7 +98,7 @@ class Rotation:
         self._at = 0
         self._turn: tuple[list[str], list[Any], int] = ([], [], 0)
 
-    def take(self, tensors: Named, share: float, step: int) -> int:
+    def next_digest(self, tensors: Named, share: float, step: int) -> int:
         """Return the digest of the next `share` of the tensors, after `step` steps."""
         pieces = self._next(sorted((name, flat(tensor)) for name, tensor in tensors), share)
         turn = [piece.name for piece in pieces], [digest(piece.elements) for piece in pieces], step
@@ -229,7 +229,7 @@ class DriftWatch:
         """Count a reduction, and compare when it is time (collective then)."""
         if self.is_due():
             tensors = list(parameters), list(buffers)
-            self.take_digests(groups, *tensors)
+            self.compute_digests(groups, *tensors)
             self.compare(*tensors)
 
     def is_due(self) -> bool:
@@ -239,14 +239,14 @@ class DriftWatch:
         self.num_left -= 1
         return self.num_left <= 0
 
-    def take_digests(self, groups: Sequence[Mapping[str, Any]], parameters: Named, buffers: Named = ()) -> None:
-        """Take this rank's digests, before or after the reduction."""
+    def compute_digests(self, groups: Sequence[Mapping[str, Any]], parameters: Named, buffers: Named = ()) -> None:
+        """Compute this rank's digests, before or after the reduction."""
         if any(isinstance(value, torch.Tensor) for values in self._seen for value in values):
             self._look_again(groups)
         share = 1.0 if not self._num_checks else self._gap / _WHOLE_WITHIN
         self._digests = {"settings": combined(self._chain, self.num_steps - self._begin)}
         for (field, rotation), tensors in zip(self._rotations.items(), (parameters, buffers), strict=True):
-            self._digests[field] = rotation.take(self._compared(tensors), share, self.num_steps)
+            self._digests[field] = rotation.next_digest(self._compared(tensors), share, self.num_steps)
 
     def _compared(self, tensors: Named) -> list[tuple[str, torch.Tensor]]:
         if not self._local:

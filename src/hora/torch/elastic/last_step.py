@@ -31,7 +31,7 @@ class LastStep:
     def __init__(self) -> None:
         self.number = -1
         self.begun = False
-        self.taken_back = False  # generators follow once it is known that no other rank has applied the step
+        self.rolled_back = False  # generators follow once it is known that no other rank has applied the step
         self._buffers: list[_Buffer] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
@@ -51,18 +51,18 @@ class LastStep:
             buffer.remember()
         self._generators = [(generator, generator.get_state()) for generator, _ in self._generators]
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Restore the buffers to their values at the end of the last step."""
         for buffer in self._buffers:
-            buffer.take_back()
-        self.begun, self.taken_back = False, True
+            buffer.roll_back()
+        self.begun, self.rolled_back = False, True
 
-    def take_generators_back(self) -> None:
-        """Restore the generators likewise, once, after `take_back`."""
-        if self.taken_back:
+    def roll_back_generators(self) -> None:
+        """Restore the generators likewise, once, after `roll_back`."""
+        if self.rolled_back:
             for generator, state in self._generators:
                 generator.set_state(state)
-        self.taken_back = False
+        self.rolled_back = False
 
 
 class _Buffer:
@@ -89,7 +89,7 @@ class _Buffer:
             self._copy.copy_(tensor.detach())
         self._tensor, self._version = tensor, tensor._version
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         tensor, kept = self._tensor, self._copy
         if tensor is None or kept is None:
             return

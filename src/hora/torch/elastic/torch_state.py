@@ -123,10 +123,10 @@ class TorchState(ObjectState):
         content = durable.read_last()
         if content is None:
             return False
-        self._take_over(content, folder)
+        self._load_commit(content, folder)
         return True
 
-    def _take_over(self, content: dict[str, Any], folder: str | Path) -> None:
+    def _load_commit(self, content: dict[str, Any], folder: str | Path) -> None:
         handled, plain = content["handled"], content["plain"]
         for what, found, mine in (("handled", handled, self._handlers), ("plain", plain, self._saved_state)):
             if set(found) != set(mine):
@@ -192,7 +192,7 @@ class TorchState(ObjectState):
             super().restore()
             for small in self._copied:
                 small.restore()
-        last.take_back()
+        last.roll_back()
 
     def _load_saved(self) -> None:
         for handler in self._handlers.values():
@@ -236,7 +236,7 @@ class TorchState(ObjectState):
         newest = max(numbers)
         root = numbers.index(newest)
         if last.number == newest:
-            last.take_generators_back()
+            last.roll_back_generators()
         is_behind = 0 <= last.number < newest
         if is_behind:  # the rank with the newest state may die as well while it sends it
             for handler in self._in_place:
@@ -245,7 +245,7 @@ class TorchState(ObjectState):
             if newest < 0 or min(numbers) < newest:
                 for handler in self._in_place:
                     handler.broadcast(root)
-            self._take_values(root)
+            self._broadcast_values(root)
         except BaseException:
             if is_behind:
                 for handler in self._in_place:
@@ -253,7 +253,7 @@ class TorchState(ObjectState):
             raise
         finally:
             self._forget_copies()
-        last.number, last.taken_back = max(newest, 0), False
+        last.number, last.rolled_back = max(newest, 0), False
         values = [handler.value for handler in self._handlers.values()]
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         last.watch(
@@ -267,7 +267,7 @@ class TorchState(ObjectState):
         in_use = module.training and not isinstance(module, torch.optim.swa_utils.AveragedModel)
         return not in_use and trained.isdisjoint(module.parameters())
 
-    def _take_values(self, root: int) -> None:
+    def _broadcast_values(self, root: int) -> None:
         small = {name: handler for name, handler in self._small.items() if isinstance(handler, SnapshotHandler)}
         for handler in small.values():
             handler.save()

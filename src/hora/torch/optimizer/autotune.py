@@ -77,8 +77,8 @@ class Autotuner:
         times, self._times = self._times[_SETTLING_STEPS:], []
         return round(statistics.median(times) * 1e6)
 
-    def take(self, totals: Sequence[int]) -> None:
-        """Take the totals over all members: how many took part, and the sum of their microseconds."""
+    def record(self, totals: Sequence[int]) -> None:
+        """Record the totals over all members: how many took part, and the sum of their microseconds."""
         num_members, total_us = totals
         if num_members < self._num_members:  # joined ranks end when they return, with the same rounds
             self.end()

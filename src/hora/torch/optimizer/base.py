@@ -116,14 +116,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._runtime = engine.current_runtime()
         self._active = takes_part(options.process_set)
         meter.restart_step()
-        self._take_over()
+        self._replace_earlier()
         if self._active:
             # A fused step would let a GradScaler look for infinities in gradients that are not reduced yet.
             self._step_supports_amp_scaling = False
             self._register_hooks()
             _live[next(_numbers)] = self
 
-    def _take_over(self) -> None:
+    def _replace_earlier(self) -> None:
         """Have an earlier optimizer of these parameters let go of them: a cell of a notebook was called again."""
         mine = set(parameters_of(self))
         for number, earlier in list(_live.items()):
@@ -326,7 +326,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._finish_reduction()
             self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
             if changed or len(self._hooked) < len(self._known):  # some were frozen
-                self._take_in_thawed()
+                self._add_thawed()
             if self._watcher is not None:
                 self._await_devices()
         self._step = StepState(reduced="whole", synchronized=True)
@@ -359,7 +359,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         try:
             if drift is not None and is_due:
                 # Now, as the others change sharded parameters once they have this rank's last bucket.
-                drift.take_digests(self.param_groups, *self._compared_tensors())
+                drift.compute_digests(self.param_groups, *self._compared_tensors())
             reducer.finish()
         except HorovodInternalError as error:
             if not self._runtime.status.closing:
@@ -393,7 +393,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Parameters without a hook that require gradients: frozen or not there when hooks were registered."""
         return [p for p in parameters_of(self) if p.requires_grad and id(p) not in self._hooks_of]
 
-    def _take_in_thawed(self) -> None:
+    def _add_thawed(self) -> None:
         """Reduce the gradients of thawed and new parameters once without hooks; register hooks for later steps."""
         thawed = self._thawed()
         for number, parameter in enumerate(parameters_of(self)):

@@ -225,7 +225,7 @@ class Bucket:
             if gradient is not None and not gradient.is_sparse:
                 torch.sub(gradient, places[index], out=residuals[index]).nan_to_num_(0.0, 0.0, 0.0)
 
-    def take_back(self) -> None:
+    def restore_gradients(self) -> None:
         """Make results the gradients again whose memory was moved while they were reduced."""
         self._follow()
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -315,7 +315,7 @@ def make_reductions(
     schedule = runtime.sets.schedule(memory, set_id, near)
     link = runtime.sets.host_link(schedule)
     for name, count, dtype, _, reduce, kind in layouts:
-        places = [memory.take(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
+        places = [memory.allocate(count, dtype, copied=m == schedule.member) for m in range(len(schedule.ranks))]
         flats.append(places[schedule.member])
         made.append(HostReduction(schedule, link, places, name=name, kind=kind, reduce=reduce))
     runtime.barrier(set_id)  # a reduction may start only once all members have created it
@@ -354,7 +354,7 @@ def _shared_bucket(
 ) -> Bucket:
     num_turns = _num_turns(options, spec)
     places = [  # a forked child sees gradients through a `Window` alone
-        [memory.take(spec.num_elements, spec.dtype, copied=False) for _ in range(options.num_members)]
+        [memory.allocate(spec.num_elements, spec.dtype, copied=False) for _ in range(options.num_members)]
         for _ in range(num_turns)
     ]
     if num_turns == 1:
@@ -446,7 +446,7 @@ class Buckets(Reducer):
             except (RuntimeError, TypeError):  # sparse, or None
                 is_there = False
             if not is_there or bucket.storage.data_ptr() != bucket.address:
-                bucket.take_back()
+                bucket.restore_gradients()
 
     def release(self) -> None:
         """Release the reductions; gradients that are views of the buckets keep the memory alive."""

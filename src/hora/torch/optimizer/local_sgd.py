@@ -230,7 +230,7 @@ class _Fragment:
         for reduction in self._reductions:
             reduction.start(background=True)
 
-    def take_in(self) -> None:
+    def apply(self) -> None:
         """Wait for the average, move the anchors, and update the tensors."""
         self.due_at = 0
         self.wait()
@@ -285,13 +285,13 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _start_over(self) -> None:
         """Reset; the next backward creates the hosts' process sets, because newcomers start while others train."""
-        self._give_up_fragments()
+        self._discard_fragments()
         self._runtime = engine.current_runtime()
         self._step = StepState()
         self._reducer = Reducer()
         self._label = ""
 
-    def _give_up_fragments(self) -> None:
+    def _discard_fragments(self) -> None:
         """Discard fragments, including those in flight: the next distance starts from the anchor again."""
         for fragment in self._fragments:
             if fragment.due_at and not self._world_changed():
@@ -370,7 +370,7 @@ class LocalOptimizer(_DistributedOptimizer):
                     fragment.send(due_at, progress)
             for fragment in self._fragments:
                 if fragment.due_at == self._num_steps:
-                    fragment.take_in()
+                    fragment.apply()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -382,11 +382,11 @@ class LocalOptimizer(_DistributedOptimizer):
         with torch.no_grad():
             for fragment in self._fragments:
                 if fragment.due_at:
-                    fragment.take_in()
+                    fragment.apply()
             for fragment in self._fragments:
                 fragment.send(self._num_steps, progress)
             for fragment in self._fragments:
-                fragment.take_in()
+                fragment.apply()
 
     def _prepare(self) -> None:
         if self._active:
@@ -466,7 +466,7 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a state on all ranks and discard fragments in flight."""
-        self._give_up_fragments()
+        self._discard_fragments()
         super().load_state_dict(state_dict, *args, **kwargs)
         kept = state_dict.get("outer")
         if kept is None:

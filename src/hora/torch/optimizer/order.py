@@ -115,7 +115,7 @@ class BucketOrder:
         mine = tuner.step(now - before) if before and not tuner.done else None
         if mine is not None:
             with turn(self._options, self._parameters):
-                tuner.take(summed([1, mine], self._options, "optimizer.autotune"))
+                tuner.record(summed([1, mine], self._options, "optimizer.autotune"))
         if tuner.setting == self._setting or self._order is None:
             return current
         # Agree again on the same order, for a new label: no two reductions may share a name. If it fails, a rank has

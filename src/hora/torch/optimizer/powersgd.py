@@ -116,15 +116,15 @@ class PowerSGDMemory:
         """Load a state; residuals only if they are this rank's own, from a world of the same size."""
         self.num_steps = int(state["num_steps"])
         parameters = {name: parameter for parameter, name in self._names.items()}
-        self._factors = _taken(state["factors"], parameters)
-        errors = _taken(state["errors"], parameters) if list(state["place"]) == [world.rank, world.size] else {}
+        self._factors = _loaded(state["factors"], parameters)
+        errors = _loaded(state["errors"], parameters) if list(state["place"]) == [world.rank, world.size] else {}
         for parameter, error in self._errors.items():  # in place: a reducer may hold it
             found = errors.pop(parameter, None)
             error.zero_() if found is None or found.shape != error.shape else error.copy_(found)
         self._errors.update({p: error for p, error in errors.items() if error.shape == p.shape})
 
 
-def _taken(
+def _loaded(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     pairs = [(parameters[name], tensor) for name, tensor in tensors.items() if name in parameters]

@@ -76,7 +76,7 @@ def _held(options: ReduceOptions, names: Collection[str]) -> Iterator[bool]:
     while True:
         _wait_for(own, lambda: not own.owner, status, "another thread's agreement", take=mine)
         try:
-            asked, is_known = _ask(options, identity)
+            asked, is_known = _vote(options, identity)
             if len(set(asked)) == 1 or not is_known:
                 own.num_done += 1
                 yield is_known
@@ -97,7 +97,7 @@ def _digest(names: Iterable[str]) -> int:
     return 1 + int.from_bytes(hashlib.sha256(repr(sorted(names)).encode()).digest()[:5], "little")
 
 
-def _ask(options: ReduceOptions, identity: int) -> tuple[list[int], bool]:
+def _vote(options: ReduceOptions, identity: int) -> tuple[list[int], bool]:
     """Return the members' optimizers, and whether all train the first one, whose turn it is (collective).
 
     Joined ranks do not count.

@@ -54,9 +54,9 @@ class SliceCopies:
         self._copies: dict[Place, torch.Tensor] = {}
         self._all_begun: torch.Tensor | None = None
         if memory is not None:
-            self._all_begun = memory.take(shards.num_members, torch.int64)
+            self._all_begun = memory.allocate(shards.num_members, torch.int64)
             for place, dtype in state.entries.items():
-                self._copies[place] = memory.take(state.specs[place[0]].num_elements, dtype)
+                self._copies[place] = memory.allocate(state.specs[place[0]].num_elements, dtype)
 
     # --- while all goes well --------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._reduce_slices()
         if self._step.reduced == "slices":
             self._materialise()
-            self._take_in_thawed()
+            self._add_thawed()
         self._step = StepState(reduced="whole", synchronized=True)
 
     def _reduce_to_clip(self, parameters: Sequence[torch.Tensor]) -> Shards | None:
@@ -324,7 +324,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._trace = _Trace(smallest, self._parameter_names[smallest])
         self._step_slices(are_whole)
         self._step_ended()
-        if self._shard_state.take_in_new():
+        if self._shard_state.gather_new():
             self._start_over()
         elif self._trace is not None:
             self._trace.leave()
@@ -339,7 +339,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         """Run the user's step hooks and, between them, step this rank's slice. `are_whole`: the gradients."""
         assert self._shards is not None
         if are_whole:
-            self._shards.take_whole()
+            self._shards.load_whole()
         self._inner_step()
 
     def _reduce_for_step(self) -> None:
@@ -374,7 +374,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             mine.update(self.param_groups[origin])  # changes by schedulers and users
             mine["params"] = members
         began = time.perf_counter()
-        moved = shards.take_in_moved(self._parameter_names)
+        moved = shards.load_moved(self._parameter_names)
         if self._copies is not None:
             self._copies.before_step()
         bare_step(inner, self._base_class)

@@ -96,7 +96,7 @@ class ShardBucket:
         """Return whether the storage for users was moved."""
         return self._lent_storage.data_ptr() != self.values.data_ptr()
 
-    def take_in(self, index: int) -> None:
+    def load(self, index: int) -> None:
         """Copy this rank's slice of a parameter, which is elsewhere, into the bucket."""
         parameter, offset = self.spec.parameters[index], self.spec.offsets[index]
         begin, end = max(offset, self.part.start), min(offset + parameter.numel(), self.part.stop)
@@ -244,11 +244,11 @@ class Shards(Reducer):
         """
         options, in_turn = self._options, len(specs) > NUM_PLACES
         places = [
-            [memory.take(num_bytes, torch.uint8, copied=False) for _ in range(self.num_members)]
+            [memory.allocate(num_bytes, torch.uint8, copied=False) for _ in range(self.num_members)]
             for num_bytes in _place_bytes(specs)
         ]
         for index, spec in enumerate(specs):
-            values = memory.take(spec.num_elements, spec.parameters[0].dtype)
+            values = memory.allocate(spec.num_elements, spec.parameters[0].dtype)
             num_bytes = spec.num_elements * spec.dtype.itemsize
             of_all = [place[:num_bytes].view(spec.dtype) for place in places[index % NUM_PLACES]]
             mine = of_all[self.member]
@@ -348,7 +348,7 @@ class Shards(Reducer):
             for parameter, view in zip(bucket.spec.parameters, bucket.spec.views(whole), strict=True):
                 parameter.grad = view
 
-    def take_whole(self) -> None:
+    def load_whole(self) -> None:
         """Copy this rank's slices of the whole gradients, which the user may have changed."""
         for bucket in self.buckets:
             flat = torch.zeros_like(bucket.values)
@@ -360,8 +360,8 @@ class Shards(Reducer):
 
     # --- parameters that users have moved -------------------------------------------------------------------------
 
-    def take_in_moved(self, names: Mapping[torch.Tensor, str]) -> list[tuple[ShardBucket, int]]:
-        """Take the values of parameters that have other memory by now, before they are stepped."""
+    def load_moved(self, names: Mapping[torch.Tensor, str]) -> list[tuple[ShardBucket, int]]:
+        """Load the values of parameters that have other memory by now, before they are stepped."""
         moved = []
         for bucket in self.buckets:
             try:
@@ -376,7 +376,7 @@ class Shards(Reducer):
                         f"{described(view)}: wrap the optimizer again after converting a model"
                     )
                 if bucket.is_moved or not parameter.is_set_to(view):
-                    bucket.take_in(index)
+                    bucket.load(index)
                     moved.append((bucket, index))
         return moved
 

@@ -79,7 +79,7 @@ class ShardState:
             if place[1] == VALUES:
                 self.flats[place] = bucket.values
             elif memory is not None:
-                self.flats[place] = memory.take(bucket.spec.num_elements, dtype)
+                self.flats[place] = memory.allocate(bucket.spec.num_elements, dtype)
             mine, whole = bucket.part, self.flats.get(place)
             self.slices[place] = torch.zeros_like(bucket.values[mine], dtype=dtype) if whole is None else whole[mine]
         self.load(own_slices_only=True)
@@ -157,7 +157,7 @@ class ShardState:
         if self._shards.shared:
             self.present()
 
-    def take_in_new(self) -> bool:
+    def gather_new(self) -> bool:
         """Gather entries that the optimizer has made since the state was sharded; return whether there are some.
 
         A momentum that is switched on later makes them, on all ranks in the same step (collective).
