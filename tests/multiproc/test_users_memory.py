@@ -95,6 +95,35 @@ def test_gradients_shared_while_they_are_reduced():
 
 
 @session
+def test_gradients_shared_while_they_are_reduced_one_by_one():
+    """In the first step of an optimizer, and in groups in all steps."""
+    for number in range(30):
+        parameter, in_groups = line(200_000), number % 2 == 1
+        groups = [[parameter]] if in_groups else None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), groups=groups)
+        for is_cleared in (True, True, False) if in_groups else (True,):
+            optimizer.zero_grad(set_to_none=is_cleared)
+            (parameter.sum() * (1 + hvd.rank())).backward()
+            parameter.grad.share_memory_()
+            optimizer.step()
+            assert (parameter.grad == 1.5).all(), number
+
+
+@session
+def test_gradients_of_groups_stay_where_they_are():
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(torch.zeros(7, 4, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), groups=[[parameter]])
+        reduced(parameter, optimizer, 1)
+        optimizer.zero_grad(set_to_none=False)
+        kept = parameter.grad
+        for value in (2, 3, 4):
+            assert reduced(parameter, optimizer, value) is kept
+            assert (kept == value).all()
+            optimizer.zero_grad(set_to_none=False)
+
+
+@session
 def test_a_model_that_was_converted_is_an_error_that_names_a_parameter():
     for sharded, names in ((False, "4.bias"), (True, "bias")):
         model = mlp()

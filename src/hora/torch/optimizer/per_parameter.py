@@ -6,9 +6,11 @@ It handles the first step of every optimizer, groups, sparse gradients, user com
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hora import engine
@@ -50,6 +52,7 @@ class PerParameterReducer(Reducer):
         self._units: dict[Parameter, _Unit] = {}
         self._submitted: list[Callable[[], None]] = []  # each waits for a reduction and takes its results
         self._waiting: list[_Unit] = []
+        self._lent: dict[Parameter, tuple[int, weakref.ref[np.ndarray]]] = {}  # where the user's gradients lie
         self._layouts_agreed = sparse is not None or options.sparse_as_dense
         self.sparse: set[Parameter] = set(sparse or ())  # a missing gradient of these is sparse and empty
         managed = set(parameters)
@@ -170,4 +173,33 @@ class PerParameterReducer(Reducer):
             elif result.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.detach().copy_(result)
 
-        return tensor.contiguous(), put_back
+        tensor = tensor.contiguous()
+        if tensor.device.type == "cpu" and tensor.numel() and not was_sparse:
+            tensor = self._owned(parameter, tensor)
+        return tensor, put_back
+
+    def _owned(self, parameter: Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the memory of `tensor` on a storage that the user cannot move while it is reduced.
+
+        If it is the gradient's memory, the gradient gets another storage of the same memory.
+        """
+        gradient = parameter.grad
+        if type(gradient) is not torch.Tensor or gradient.data_ptr() != tensor.data_ptr():
+            return tensor
+        address, memory = self._lent.get(parameter, _NOTHING)
+        known = memory()
+        if known is not None and address == tensor.data_ptr() and known.nbytes == tensor.nbytes:
+            return _on_own_storage(known, tensor)
+        lent = (tensor if tensor.dtype in _KNOWN_TO_NUMPY else tensor.view(-1).view(torch.uint8)).numpy()
+        gradient.data = _on_own_storage(lent, tensor)
+        self._lent[parameter] = tensor.data_ptr(), weakref.ref(lent)
+        return tensor
+
+
+_KNOWN_TO_NUMPY = (torch.float32, torch.float64, torch.float16)
+_NOTHING: tuple[int, Callable[[], np.ndarray | None]] = (0, lambda: None)
+
+
+def _on_own_storage(memory: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.from_numpy(memory)
+    return tensor if like.dtype in _KNOWN_TO_NUMPY else tensor.view(like.dtype).view(like.shape)
