@@ -90,9 +90,9 @@ style: $(STAMP)
 	@if command -v actionlint >/dev/null; then actionlint; else echo "no actionlint: workflows are checked by zizmor alone"; fi
 
 # Warnings are errors: a link, an anchor or an argument that leads nowhere ends it.
+PAGES = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(PAGES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -101,12 +101,12 @@ format: $(STAMP)
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 # In the order of the folders, integration first: groups sorted by their number of tests would leave the longest to the end.
-# The types are checked beside the tests.
+# The types are checked and the pages built beside the tests.
 SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 test: style
-	@mkdir -p out; $(BIN)/mypy >out/types.txt 2>&1 & types=$$!; \
+	@mkdir -p out; { $(BIN)/mypy && $(PAGES); } >out/beside.txt 2>&1 & beside=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40; \
-	tested=$$?; wait $$types; typed=$$?; cat out/types.txt; exit $$((tested + typed))
+	tested=$$?; wait $$beside; good=$$?; cat out/beside.txt; exit $$((tested + good))
 
 test-unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit

@@ -25,6 +25,8 @@ import psutil
 import pyspark
 
 _START_LIMIT_S = 240.0
+# Daemons end with the process that started them, even if that is killed, as by an interrupted `make test`.
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "TERM", "--")
 # Java that starts fast instead of running fast: these processes live for minutes and compute nothing.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
@@ -117,7 +119,7 @@ class StandaloneCluster:
         """Start one daemon. The returned function waits until its log shows `found` and returns the match."""
         spark_class = spark_home(self._python) / "bin" / "spark-class"
         process = subprocess.Popen(
-            [str(spark_class), f"org.apache.spark.deploy.{name}", *arguments],
+            [*_ENDS_WITH_US, str(spark_class), f"org.apache.spark.deploy.{name}", *arguments],
             env=cluster_environment(self._python)
             | {
                 "SPARK_LOCAL_DIRS": str(self._directory),

@@ -42,7 +42,7 @@ MOST_DIFFERENCE = 12.0
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("no mkdocs: make docs installs it")
+        pytest.skip("no mkdocs: make setup installs it")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "HORA_SITE_URL": SITE_URL}
