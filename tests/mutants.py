@@ -79,7 +79,8 @@ def _last_step_forgets(what: str) -> Callable[[], Any]:
 
 
 def _optimizer_keeps_gradients() -> Any:
-    from hora.torch.optimizer.base import StepState, _DistributedOptimizer
+    from hora.torch.optimizer.hooks import _DistributedOptimizer
+    from hora.torch.optimizer.step_state import StepState
 
     def discard_step(optimizer: Any) -> None:
         optimizer._step = StepState()
@@ -88,7 +89,7 @@ def _optimizer_keeps_gradients() -> Any:
 
 
 def _passes_are_forgotten() -> Any:
-    from hora.torch.optimizer.base import _DistributedOptimizer
+    from hora.torch.optimizer.hooks import _DistributedOptimizer
 
     return mock.patch.object(_DistributedOptimizer, "resume_step", _nothing)
 

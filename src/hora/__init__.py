@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from hora.decorator import distributed
     from hora.launch.run import run
     from hora.telemetry import report
-    from hora.torch.plan import plan
+    from hora.torch.capacity_plan import plan
 
 __all__ = ["distributed", "plan", "report", "run"]
 
 
 _MODULES = {
     "distributed": "hora.decorator",
-    "plan": "hora.torch.plan",
+    "plan": "hora.torch.capacity_plan",
     "report": "hora.telemetry",
     "run": "hora.launch.run",
 }

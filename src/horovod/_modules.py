@@ -211,7 +211,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.torch.reduce_op: handle_average_backwards_compatibility",
     ),
     "horovod.torch.optimizer": (
-        "hora.torch.optimizer.base: _DistributedOptimizer",
+        "hora.torch.optimizer.hooks: _DistributedOptimizer",
         "hora.torch.optimizer.distributed: DistributedOptimizer _DistributedAdasumOptimizer=DeltaOptimizer",
     ),
     "horovod.torch.sync_batch_norm": ("hora.torch.sync_batch_norm: SyncBatchNorm _SyncBatchNorm=_Normalise",),

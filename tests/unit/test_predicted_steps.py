@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.torch.plan import NetworkLink, StepWork, advice, predict, table
+from hora.torch.capacity_plan import NetworkLink, StepWork, advice, predict, table
 
 WIDE = StepWork(
     step_s=0.1,

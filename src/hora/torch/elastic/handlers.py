@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from hora import engine
 from hora.torch.functions import broadcast_object, broadcast_parameters
-from hora.torch.optimizer.base import _DistributedOptimizer
+from hora.torch.optimizer.hooks import _DistributedOptimizer
 from hora.torch.optimizer.state import broadcast_optimizer_state
 
 

@@ -28,7 +28,7 @@ from hora.torch.elastic.last_step import LastStep
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
-from hora.torch.optimizer.base import _DistributedOptimizer
+from hora.torch.optimizer.hooks import _DistributedOptimizer
 from hora.torch.optimizer.parameters import parameters_of
 from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum

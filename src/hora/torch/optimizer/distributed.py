@@ -15,19 +15,14 @@ from hora.torch.compression import Compression, Compressor, PowerSGD
 from hora.torch.drift.buffers import buffers_beside
 from hora.torch.drift.watch import DriftSettings
 from hora.torch.norms import scale_all, total_norm
-from hora.torch.optimizer.base import (
-    StepState,
-    _DistributedOptimizer,
-    bare_copy,
-    copied,
-    optimizers_of,
-    reduce_before_unscaling,
-    takes_part,
-)
+from hora.torch.optimizer.copies import bare_copy, copied
+from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
+from hora.torch.optimizer.hooks import _DistributedOptimizer, optimizers_of, takes_part
 from hora.torch.optimizer.order import in_common_order
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names, parameters_of
 from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
+from hora.torch.optimizer.step_state import StepState
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.untraced import leave_untraced
 

@@ -26,12 +26,14 @@ from hora.engine.request import Kind, Reduce
 from hora.errors import HorovodInternalError
 from hora.torch.compression import Compression, Compressor, PowerSGD, described
 from hora.torch.functions import allgather_object
-from hora.torch.optimizer.base import StepState, _DistributedOptimizer, reduce_before_unscaling
 from hora.torch.optimizer.distributed import of_class
+from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
+from hora.torch.optimizer.hooks import _DistributedOptimizer
 from hora.torch.optimizer.order import numbers
 from hora.torch.optimizer.parameters import parameter_names, parameters_of
 from hora.torch.optimizer.powersgd import working_dtype
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, RequestedReduction
+from hora.torch.optimizer.step_state import StepState
 from hora.torch.process_sets import global_process_set, host_process_set
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

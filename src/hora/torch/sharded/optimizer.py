@@ -27,10 +27,12 @@ from hora.engine.shm.segment import SharedMemory
 from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import Compression, wire_dtype
-from hora.torch.optimizer.base import StepState, _DistributedOptimizer, bare_copy, bare_step, copied
 from hora.torch.optimizer.bucket_plan import plan_buckets, view_like
+from hora.torch.optimizer.copies import bare_copy, bare_step, copied
+from hora.torch.optimizer.hooks import _DistributedOptimizer
 from hora.torch.optimizer.order import AgreedOrder, agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.optimizer.step_state import StepState
 from hora.torch.optimizer.turns import turn
 from hora.torch.sharded.shards import ShardBucket, Shards, is_used_elsewhere
 from hora.torch.sharded.state import VALUES, Place, ShardState, kinds_of

@@ -16,9 +16,9 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.segment import SharedMemory
-from hora.torch.optimizer.base import bare_copy, copied
 from hora.torch.optimizer.bucket_plan import BucketSpec, view_like
 from hora.torch.optimizer.buckets import apart
+from hora.torch.optimizer.copies import bare_copy, copied
 from hora.torch.sharded.shards import Shard, Shards
 
 VALUES = ""  # the parameters themselves, among the entries of the state

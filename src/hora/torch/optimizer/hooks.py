@@ -1,23 +1,22 @@
-"""`DistributedOptimizer`: any torch optimizer, with gradients reduced over the ranks while backward runs.
+"""The hooks of a distributed optimizer: any torch optimizer, with gradients reduced over the ranks while backward runs.
 
-This module implements Horovod's behaviour: backward passes per step, `synchronize`, `skip_synchronize`, the guard of
-`zero_grad`, closures. A `Reducer` sends the gradients: `PerParameterReducer` in the first step, `buckets.Buckets` once
-the ranks agree on an order. `DeltaOptimizer` and `ShardedOptimizer` extend this class.
+A hook of each parameter passes its gradient on, and `step` waits for the reductions. This module implements Horovod's
+behaviour: backward passes per step, `synchronize`, `skip_synchronize`, the guard of `zero_grad`, closures. A `Reducer`
+sends the gradients: `PerParameterReducer` in the first step, `buckets.Buckets` once the ranks agree on an order.
+`DeltaOptimizer` and `ShardedOptimizer` extend this class.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,52 +24,18 @@ from hora import engine
 from hora.engine.request import Reduce, ReduceOp
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
+from hora.torch.capacity_plan import FirstSteps
 from hora.torch.drift.watch import DriftSettings, DriftWatch, Named
 from hora.torch.norms import check_finite
 from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import parameters_of, unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
+from hora.torch.optimizer.step_state import StepState
 from hora.torch.optimizer.turns import register
-from hora.torch.plan import CompressionPlanner
 from hora.torch.process_sets import ProcessSet
 
 _LOOK_S = 50e-6  # between two polls of a GPU event
-
-
-def reduce_before_unscaling() -> None:
-    """Patch `torch.amp.GradScaler` to reduce the gradients of a distributed optimizer first. Idempotent."""
-    unscale = torch.amp.GradScaler.unscale_
-    if getattr(unscale, "reduces_first", False):
-        return
-
-    @functools.wraps(unscale)
-    def unscale_(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._make_whole()  # also for a disabled scaler: clipping follows
-        unscale(self, optimizer)
-
-    unscale_.reduces_first = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
-
-
-@dataclass(slots=True)
-class StepState:
-    """Progress of one step, replaced as a whole, so that a skipped step leaves nothing behind.
-
-    fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient--> fresh
-
-    Keyed by id: hashing a tensor runs Python code, and hooks run often.
-    """
-
-    passes: dict[int, int] = field(default_factory=dict)  # backward passes per gradient
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters passed to the reducer, in order
-    held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but checked first (`finite`)
-    hooked_later: list[torch.Tensor] = field(default_factory=list)  # complete once the user's own hooks have run
-    backward_began: float = 0.0  # 0.0: no gradient yet
-    last_arrival: float = 0.0  # when the latest gradient became complete
-    reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
-    synchronized: bool = False  # reduced by the user's synchronize(), after which step() warns
 
 
 # In the order of creation, which is the same on all ranks.
@@ -108,7 +73,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
         self._last_arrivals: list[torch.Tensor] = []
-        self._planner = CompressionPlanner()  # for `hora plan`
         self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
         self.op = options.op
         self.gradient_predivide_factor = options.gradient_predivide_factor
@@ -122,6 +86,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._step_supports_amp_scaling = False
             self._register_hooks()
             _live[next(_numbers)] = self
+            if self._runtime.config.plan:
+                self.register_step_post_hook(FirstSteps())
 
     def _replace_earlier(self) -> None:
         """Have an earlier optimizer of these parameters let go of them: a cell of a notebook was called again."""
@@ -440,8 +406,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._step = StepState()
         if self._watcher is not None:
             self._tell_step_ended()
-        if self._active and self._runtime.config.plan:
-            self._planner.step_done(self._hooked)
         return result
 
     # Optimizer.__init__ wraps `step` with step hooks and the profiler's range; the base class's step already has both.
@@ -603,22 +567,3 @@ def takes_part(process_set: ProcessSet) -> bool:
     if process_set.included() is False:
         return False
     return (process_set.size() or 1) > 1 or runtime.world.elastic
-
-
-def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
-    """Return an object of class `wanted` with the attributes of `optimizer`, without calling a constructor."""
-    result: Any = object.__new__(wanted)
-    # An existing scheduler has patched `step` of the old object; leave it there.
-    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    return result
-
-
-def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-    """Run the step of class `kind` without the user's step hooks, which belong to the distributed optimizer."""
-    step: Any = kind.step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a tensor, and any other value itself."""
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,8 @@
 """`hora plan` and `hora.plan`: predict the step time of every compression setting on these hosts.
 
 `measure_link` and `plan` time the network and the model for a few steps on the real hosts. `predict` computes the step
-of every setting from those measurements alone, and `table` formats it. In a `hora plan` job the optimizer
-calls `CompressionPlanner.step_done` after each step, and the job ends once the table is printed.
+of every setting from those measurements alone, and `table` formats it. In a `hora plan` job `FirstSteps` times the
+user's own optimizer, and the job ends once the table is printed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 from hora.torch.optimizer.buckets import Layout, make_reductions
+from hora.torch.optimizer.parameters import parameters_of
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set, host_process_set
@@ -304,22 +305,23 @@ def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(inputs), classes)
 
 
-class CompressionPlanner:
-    """Times the first steps of a `hora plan` job, which ends with the table."""
+class FirstSteps:
+    """Times the first steps of a `hora plan` job, which ends with the table. A step hook of its optimizer."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._before = (0.0, 0.0, 0.0)
+        self._began_at = meter.num_steps
+        self._before: tuple[float, float, float] | None = None  # the meter's totals after the warm-up
 
-    def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count a step; after enough steps, measure the link, print the table and exit (collective)."""
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After enough steps measure the link, print the table and exit (collective)."""
         now = (meter.step_s, meter.backward_s, meter.wait_s + meter.reduce_s)
-        self._num_steps += 1
-        if self._num_steps == _WARM_UP:
+        num_steps = meter.num_steps - self._began_at
+        if num_steps >= _WARM_UP and self._before is None:
             self._before = now
-        if self._num_steps == _WARM_UP + _NUM_STEPS:
+        if num_steps >= _WARM_UP + _NUM_STEPS and self._before is not None:
             step_s, backward_s, blocked_s = (
                 (new - old) / _NUM_STEPS for new, old in zip(now, self._before, strict=True)
             )
+            parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
             _planned(parameters, step_s - blocked_s, backward_s)
             raise SystemExit(0)
