@@ -13,7 +13,10 @@ from job_process import lines_of, run_command, running, wait_until_gone
 from ssh_server import SSHD, SshServer
 
 import horovod
-from hora.launch.providers.ssh import Ssh, open_hosts
+from hora.launch.options import Options
+from hora.launch.providers.ssh import Ssh, SshHosts
+from hora.launch.slots import HostInfo
+from hora.launch.start import start
 from hora.watch.recording import read_run
 
 pytestmark = [
@@ -173,12 +176,18 @@ def test_a_function_on_two_hosts_and_its_failure_there(hosts, monkeypatch):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def run_on(provider):
+    start(Options(num_proc=1, command=("true",)), dict(os.environ), provider=provider)
+
+
 def test_a_host_without_the_interpreter_is_distinguished_from_an_unreachable_one(hosts):
-    ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), executable="/nowhere/python")
-    words = r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such"
-    limits = {"limit_s": 30.0, "silence_limit_s": 60.0}
-    with pytest.raises(RuntimeError, match=words), open_hosts(["nodeb"], ssh, "127.0.0.1", **limits):
-        raise AssertionError("it was let in")
+    class Elsewhere(SshHosts):
+        def start(self, host, order):
+            super().start(host, dataclasses.replace(order, command=("/nowhere/python", *order.command[1:])))
+
+    words = r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such.*at the same place: /nowhere/python"
+    with pytest.raises(RuntimeError, match=words):
+        run_on(Elsewhere([HostInfo("nodeb", 1)], Ssh.from_environ({"HORA_SSH": hosts.command})))
 
 
 def test_a_host_with_another_version_is_rejected_with_an_explanation(hosts, tmp_path):
@@ -186,9 +195,8 @@ def test_a_host_with_another_version_is_rejected_with_an_explanation(hosts, tmp_
     (tmp_path / "sitecustomize.py").write_text("import hora.version\nhora.version.version = lambda: '0.0.1'\n")
     ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), python_path=str(tmp_path))
     words = r"(?s)nodeb: hora: node nodeb: .*it has Hora 0.0.1, but the first node has .*; install the same version"
-    limits = {"limit_s": 30.0, "silence_limit_s": 60.0}
-    with pytest.raises(RuntimeError, match=words), open_hosts(["nodeb"], ssh, "127.0.0.1", **limits):
-        raise AssertionError("it was let in")
+    with pytest.raises(RuntimeError, match=words):
+        run_on(SshHosts([HostInfo("nodeb", 1)], ssh))
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT], ids=["limit", "SIGTERM", "SIGINT"])
@@ -235,7 +243,7 @@ from hora.version import version
 given = json.loads(sys.stdin.readline())
 key = Credentials(bytes.fromhex(given['key']), 'nodes', given['speaker'])
 session = ClientSession(connect(tuple(given['where']), key, timeout_s=30), None)
-((name, (index, slots)),) = given['nodes'].items()
+name, index, slots = given['name'], given['speaker'], given['slots']
 session.send(*pack(Join({index}, name, slots, version(), [], [])))
 answer = unpack(MESSAGES, *session.receive(limit_s=30))
 if not isinstance(answer, Welcome): sys.exit(str(answer))

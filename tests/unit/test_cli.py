@@ -120,7 +120,8 @@ def test_check_build_ticks_available_parts():
 
 
 def job(environ=None, **values):
-    return start.make_job(Options(command=("python",), **values), environ or {})
+    options = Options(command=("python",), **values)
+    return start.make_job(options, environ or {}, None, start.find_hosts(options, environ or {}))
 
 
 def test_a_job_has_exactly_np_ranks_on_the_hosts_in_order():

@@ -266,7 +266,8 @@ def test_the_components_of_a_heterogeneous_job(srun):
     found = allocation(Options(num_proc=11), {**ALLOCATED, **components, **srun})
     assert found.hosts == (HostInfo("n1", 2), HostInfo("n2", 1), HostInfo("big7", 8))
     assert [component.nodes for component in found.components] == [("n1", "n2"), ("big7",)]
-    assert [component.gpus for component in found.components] == ["", "a100:16"]
+    gpus = [component.gpus_of(node) for component in found.components for node in component.nodes]
+    assert gpus == ["", "", "a100:16"]
 
 
 def test_requests_beyond_the_allocation_are_rejected(srun):

@@ -74,6 +74,7 @@ def test_the_end_of_a_lost_attempts_worker_fails_no_later_attempt() -> None:
     lost, later = (TaskAgent(name, task=0, host="a") for name in ("a", "a-0"))
     driver = Mock(agent=lambda name: {"a": lost, "a-0": later}[name], address="127.0.0.1")
     driver.is_own.return_value = False
+    driver.reach = lambda host: driver.agent(host.hostname)
     launcher, ends = _ElasticLauncher(driver, Mock(bind_gpus=False, python=None)), SimpleQueue[Exited]()
     spec = WorkerSpec(worker=3, slot=place_ranks(["a"])[0], argv=("", "-m", "x"), env={}, private_files={})
     launcher.start([spec], Mock(exited=ends.put))

@@ -1,8 +1,7 @@
 """From options to a running job: the entry point of `horovodrun`, `hora run`, `run()` and local `HorovodRunner`s.
 
-`start` finds the hosts, makes the job with a place for every rank, opens the launcher and calls the controller; the
-functions below follow that order. Not here: parsing flags (`options`), placement (`slots`), starting processes
-(`controller.launcher`).
+`start` is the sequence of every job: serve -> provider.start -> loop -> close. The functions below follow that order.
+Not here: parsing flags (`options`), placement (`slots`), how an agent is started (`providers`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,16 @@ from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
+from hora.launch.processes import ended_by_signals
+from hora.launch.providers.base import Provider
+from hora.launch.providers.local import ThisMachine
 from hora.launch.slots import HostInfo, get_host_assignments, lsf_hosts, parse_host_files, parse_hosts
 from hora.net import sockets
+from hora.net.wire import new_secret
 
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
-    from hora.launch.controller.hosts import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec  # jobs of a fixed size start faster without
     from hora.launch.ha.leadership import Leadership
 
 _log = logging.getLogger("hora.launch")
@@ -39,41 +42,118 @@ def start(
     function: bytes | None = None,
     executable: str | None = None,
     adjust: Callable[[Job], Job] = lambda job: job,
+    provider: Provider | None = None,
+    listen: str | None = None,
     leadership: Leadership | None = None,
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end. `adjust` may change the job.
 
-    Raises ValueError for a request that cannot be met, JobFailedError if a worker fails.
+    `provider`: starts the agents, instead of the one that options and environment ask for. They reach this process at
+    the address `listen`. Raises ValueError for a request that cannot be met, JobFailedError if a worker fails.
     """
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
     with contextlib.ExitStack() as stack:
-        nodes: Agents | None = None  # whose agents connect by themselves
-        if options.joins or environ.get("SLURM_JOB_ID"):
-            from hora.launch.providers.join import open_nodes  # imported only here: other jobs start faster without it
-
-            nodes = stack.enter_context(open_nodes(options, environ, leadership))
-        elastic = elastic_spec(options, environ, nodes) if options.elastic else None
-        job = adjust(make_job(options, environ, elastic, nodes, function=function, executable=executable))
-        hostnames = [slot.hostname for slot in job.slots]
-        launcher = stack.enter_context(open_launcher(hostnames, options, environ, nodes))
+        script = _discovery(options)
+        if provider is None:
+            provider, agents = _choose(options, environ, script, leadership)
+        else:
+            agents = _serve(provider, options, listen or "127.0.0.1")
+        stack.callback(provider.close)
+        if agents is not None:
+            stack.enter_context(agents.serving())
+        hosts = provider.hosts()
+        if agents is not None and agents.nodes:  # the job's hosts are those that have joined
+            _start_agents(agents, hosts, options)
+            hosts = agents.hosts()
+        elastic = elastic_spec(options, hosts, script, agents) if options.elastic else None
+        job = adjust(make_job(options, environ, elastic, hosts, agents, function=function, executable=executable))
+        if agents is not None and not agents.nodes:
+            _start_agents(agents, hosts, options)
+        launcher = HostLauncher() if agents is None else HostLauncher(agents=agents, listen=agents.address)
         if elastic is None:
             return run_job(job, launcher)
         if leadership is not None:
-            assert nodes is not None
-            leadership.agents, leadership.launcher = nodes, launcher
+            assert agents is not None
+            leadership.agents, leadership.launcher = agents, launcher
             job = replace(job, id=leadership.run)
-        result = run_job(job, launcher, replace(elastic, local_only=launcher.local_only), leadership)
+        result = run_job(job, launcher, elastic, leadership)
         values = [value for value in result.results if value is not None]
         return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
 
-def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> list[HostInfo]:
-    """Return the hosts of a job: its nodes, the given hosts, those of the current LSF job, or this machine."""
-    if nodes is not None:
-        return nodes.hosts()
+def _discovery(options: Options) -> DiscoveryScript | None:
+    if options.host_discovery_script is None:
+        return None
+    from hora.launch.controller.hosts import DiscoveryScript
+
+    return DiscoveryScript(options.host_discovery_script, default_slots=options.slots)
+
+
+def _choose(
+    options: Options, environ: Mapping[str, str], script: DiscoveryScript | None, leadership: Leadership | None
+) -> tuple[Provider, Agents | None]:
+    """Return the provider that options and environment ask for, and its agents; None: all ranks are on this machine.
+
+    Each platform's module is imported only where it is used: other jobs start faster without.
+    """
+    if options.joins:
+        from hora.launch.providers.join import serve_nodes
+
+        agents, joining = serve_nodes(options, environ, leadership)
+        return joining, agents
+    if environ.get("SLURM_JOB_ID"):
+        from hora.launch.providers.slurm import SlurmNodes, allocation
+
+        allocated = allocation(options, environ)
+        if allocated is not None:
+            slurm = SlurmNodes(allocated, environ)
+            return slurm, _serve(slurm, options, allocated.address(), nodes=True)
+    hosts = find_hosts(options, environ) if script is None else script.run()
+    if not options.elastic:  # the others are not needed
+        slots = get_host_assignments(hosts, *[options.num_proc or sum(host.slots for host in hosts)] * 2)
+        used = {slot.hostname for slot in slots}
+        hosts = [host for host in hosts if host.hostname in used]
+    remote = [host.hostname for host in hosts if not sockets.is_local(host.hostname)]
+    if not remote and not options.nics:
+        return ThisMachine(hosts), None
+    from hora.launch.providers.ssh import Ssh, SshHosts, reachable_address
+
+    ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+    listen = sockets.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
+    provider = SshHosts(hosts, ssh, verbose=bool(options.verbose))
+    return provider, _serve(provider, options, listen, is_own=sockets.is_local)
+
+
+def _serve(
+    provider: Provider,
+    options: Options,
+    listen: str,
+    *,
+    nodes: bool = False,
+    is_own: Callable[[str], bool] = lambda hostname: False,
+) -> Agents:
+    """Listen for the agents that this provider will start."""
+    from hora.launch.controller.agents import Agents
+
+    limit_s = float(options.effective("start_timeout"))
+    limits = {"start_limit_s": limit_s, **options.silence_limits()}
+    return Agents((listen, 0), new_secret(), provider=provider, nodes=nodes, is_own=is_own, **limits)
+
+
+def _start_agents(agents: Agents, hosts: Sequence[HostInfo], options: Options) -> None:
+    """Have an agent started on each of these hosts; an elastic job begins as soon as enough nodes have joined."""
+    if options.joins:
+        return
+    num_slots = options.num_proc if options.elastic and agents.nodes else None
+    with ended_by_signals():
+        agents.start_on(hosts, num_slots=num_slots)
+
+
+def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
+    """Return the hosts of a job: the given hosts, those of the current LSF job, or this machine."""
     if options.hostfile is not None:
         return parse_hosts(parse_host_files(options.hostfile))
     if options.hosts is not None:
@@ -83,14 +163,16 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
     return [HostInfo("localhost", options.num_proc or 1)]
 
 
-def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
+def elastic_spec(
+    options: Options,
+    hosts: Sequence[HostInfo],
+    script: DiscoveryScript | None = None,
+    agents: Agents | None = None,
+) -> ElasticSpec:
     """Return an elastic job's limits. Raises ValueError if the job could never recover from a failure."""
-    from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec
+    from hora.launch.controller.hosts import ElasticSpec
 
-    script = None
-    if options.host_discovery_script is not None:
-        script = DiscoveryScript(options.host_discovery_script, default_slots=options.slots)
-    hosts = script.run() if script is not None else find_hosts(options, environ, nodes)
+    nodes = agents if agents is not None and agents.nodes else None
     if (options.hosts or options.hostfile) and len({host.hostname for host in hosts}) < 2:
         raise ValueError(
             "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
@@ -112,6 +194,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
         ),
         hosts=tuple(hosts),
         script=nodes if script is None else script,
+        local_only=agents is None,
         cooldown_range=options.cooldown_range,
         leave_s=float(options.effective("leave_timeout")),
     )
@@ -120,22 +203,23 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
 def make_job(
     options: Options,
     environ: Mapping[str, str],
-    elastic: ElasticSpec | None = None,
-    nodes: Agents | None = None,
+    elastic: ElasticSpec | None,
+    hosts: Sequence[HostInfo],
+    agents: Agents | None = None,
     *,
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
     """Return the job of `options`: exactly `-np` ranks, or one per slot of an elastic job's first hosts."""
     if elastic is None:
-        hosts: Sequence[HostInfo] = find_hosts(options, environ, nodes)
         num_proc = options.num_proc or sum(host.slots for host in hosts)
     else:
         # A discovery script may know of no host yet.
-        hosts = elastic.hosts or (HostInfo("localhost", elastic.limits.num_proc),)
+        hosts = hosts or (HostInfo("localhost", elastic.limits.num_proc),)
         num_proc = sum(host.slots for host in hosts)
     slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
     env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
+    nodes = agents if agents is not None and agents.nodes else None
     if not options.nics and nodes is None and all(sockets.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -167,23 +251,3 @@ def _directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
-
-
-@contextlib.contextmanager
-def open_launcher(
-    hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
-) -> Iterator[HostLauncher]:
-    """Yield the launcher for these hosts: of this machine, of agents that ssh starts, or of agents that have joined."""
-    remote = [name for name in dict.fromkeys(hostnames) if not sockets.is_local(name)]
-    if nodes is not None:
-        yield HostLauncher(agents=nodes, listen=nodes.address)
-    elif not remote and not options.nics:
-        yield HostLauncher()
-    else:
-        from hora.launch.providers.ssh import Ssh, open_hosts, reachable_address  # local jobs start faster without
-
-        ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
-        listen = sockets.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
-        limits = {"limit_s": float(options.effective("start_timeout")), **options.silence_limits()}
-        with open_hosts(remote, ssh, listen, verbose=bool(options.verbose), **limits) as agents:
-            yield HostLauncher(agents=agents, listen=listen)

@@ -1,8 +1,8 @@
 """The agent of a node other than the controller's: it joins the controller through a session.
 
-The platform starts it on every node (`hora run --join …`), or `srun` or `ssh` runs this module, which reads the
-controller's address and a key from standard input and does not need srun or ssh once it has joined. The agent and its
-workers end with the controller.
+The platform starts it on every node (`hora run --join …`), or a provider (`launch/providers`) runs this module, which
+reads its invitation, with the controller's address and a key, from standard input. Once it has joined, it needs nothing
+of what has started it. The agent and its workers end with the controller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ThreadedLink, guarded
 from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Welcome
 from hora.launch.limits import CONNECT_S, THREAD_END_S
-from hora.launch.processes import variables
 from hora.launch.slots import NodeSpec
 from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
@@ -132,9 +131,9 @@ def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
 
 
 def main() -> int:
-    """`python -m hora.launch.agent.session`, by srun or ssh: a line of JSON on standard input says where to go."""
-    order = sys.stdin.readline()
-    if not order:
+    """`python -m hora.launch.agent.session`: the invitation, a line of JSON on standard input, says where to go."""
+    invitation = sys.stdin.readline()
+    if not invitation:
         print(
             "no order has come on standard input: what starts commands on this host must pass it on (say "
             "`kubectl exec -i`)",
@@ -142,19 +141,15 @@ def main() -> int:
         )
         return 1
     guarded()
-    given = json.loads(order)
-    name = next(iter(given["nodes"]))
-    if len(given["nodes"]) > 1:
-        name = variables().get("SLURMD_NODENAME", socket.gethostname())
-    index, slots = given["nodes"][name]
-    host, port = given["where"]
-    place = NodeSpec(num_nodes=index + 1, index=index, host=host, port=port, slots=slots, name=name)
+    given = json.loads(invitation)
+    (host, port), number, name = given["where"], given["speaker"], given["name"]
+    place = NodeSpec(num_nodes=number + 1, index=number, host=host, port=port, slots=given["slots"], name=name)
     try:
-        credentials = Credentials(bytes.fromhex(given["key"]), "nodes", given["speaker"])
+        credentials = Credentials(bytes.fromhex(given["key"]), "nodes", number)
         serve(place, credentials, limit_s=given["limit_s"], listening=True)
         return 0  # the launcher reports how the job ended
     except (RuntimeError, OSError) as error:
-        with contextlib.suppress(OSError):  # ssh has gone
+        with contextlib.suppress(OSError):  # what has started it is gone
             print(f"hora: node {name}: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -1,7 +1,8 @@
-"""The agents of other nodes, however they were started: ssh, srun, a platform that runs `hora run --join`.
+"""The agents of other nodes: those that a provider starts, and those that come by themselves (`hora run --join`).
 
-An agent connects, proves that it holds the nodes' secret or a key of its own, and names its node. Its connection is a
-session: in an elastic job an agent that was cut off resumes it. A joined agent is an `AgentHandle` of the launcher.
+An agent connects, proves that it holds a key of its own or the nodes' secret, and names its node. Its connection is a
+session: in an elastic job an agent that was cut off resumes it. An agent is an `AgentHandle` of the launcher, from the
+moment when the provider was asked for it.
 """
 
 from __future__ import annotations
@@ -9,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from hora.errors import StartTimeoutError
 from hora.launch.agent.protocol import MESSAGES, VERSION, Join, Leaving, MeetAt, Quit, Refused, Welcome
-from hora.launch.controller.launcher import BEATS, AgentHandle, wait_or_kill
-from hora.launch.limits import CUT_S, END_S, KILLED_S
+from hora.launch.controller.launcher import BEATS, AgentHandle
+from hora.launch.job import LeadershipLostError, exit_status
+from hora.launch.limits import CUT_S, END_S, STARTER_END_S
+from hora.launch.processes import module_command
+from hora.launch.providers.base import FAILED, Order, Provider, StartError
 from hora.launch.slots import HostInfo
 from hora.net.messages import pack, unpack
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
 from hora.version import version
-
-Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
 
 _MAX_NAME_CHARS = 255
 
@@ -38,55 +38,34 @@ def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
     return Credentials(derived_secret(secret, purpose), "nodes", speaker)
 
 
-def start_agent(
-    command: Sequence[str], where: tuple[str, int], key: Credentials, nodes: Nodes, *, limit_s: float, **rest: Any
-) -> subprocess.Popen[bytes]:
-    """Run a command that starts `agent.session` on a node, and send it the controller's address on its standard input.
-
-    `nodes`: the nodes that the command may start.
-    """
-    process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True, **rest)
-    order = {"where": where, "key": key.secret.hex(), "speaker": key.speaker, "nodes": nodes, "limit_s": limit_s}
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-    return process
-
-
-def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Wait for a process that ends with the agents it has started; a SIGTERM makes srun end them."""
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        wait_or_kill(process, KILLED_S)
-
-
 class Agents:
-    """Accepts agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, without this machine.
+    """Accepts agents at `where` (port 0: any) until closed, and has the `provider` start them.
 
-    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: a node ends
-    its workers if the controller is silent this long. `elastic`: an agent that is asked to end lets its ranks commit
-    and leave first. `return_s`: how long a disconnected agent may take to reconnect. `nonce`, `term` and `names`: of a
-    job whose leader can change, with the names of all nodes that ever joined.
+    `nodes`: its agents are those of one allocation. Their workers inherit the environment and working directory of the
+    agent, and the nodes that have joined are the job's hosts. Otherwise the job names its hosts, and passes the
+    environment on. `num_nodes`: how many come by themselves, besides this machine. `own`: this machine's name and
+    slots, if it is the first of these nodes; `is_own`: whether a host is this machine, which needs no other agent.
 
-    `brings_environment`: a node's workers inherit the environment and working directory of its agent.
-    `starter_ended`: returns a message for `wait` if the process that starts the agents has ended, else "".
+    `silence_limit_s`: a node ends its workers if the controller is silent this long. `elastic`: an agent that is asked
+    to end lets its ranks commit and leave first. `return_s`: how long a disconnected agent may take to reconnect.
+    `start_limit_s`: how long one may take to join. `nonce`, `term` and `names`: of a job whose leader can change, with
+    the names of all nodes that ever joined.
     """
-
-    brings_environment = True
-    starter_ended: Callable[[], str] = staticmethod(lambda: "")
 
     def __init__(
         self,
         where: tuple[str, int],
         secret: bytes,
         *,
-        num_nodes: int,
         silence_limit_s: float,
+        provider: Provider | None = None,
+        nodes: bool = True,
+        num_nodes: int = 0,
         own: HostInfo | None = None,
+        is_own: Callable[[str], bool] | None = None,
         elastic: bool = False,
         return_s: float = 0.0,
+        start_limit_s: float = 60.0,
         nonce: str = "",
         term: int = 0,
         names: Iterable[str] = (),
@@ -95,12 +74,17 @@ class Agents:
         # But for its name, and the port of the rendezvous.
         self._welcome = Welcome("", self.nonce, sys.executable, silence_limit_s, return_s, elastic, term)
         self._secret, self.job_secret = secret, derived_secret(secret, f"hora job {self.nonce}")
+        self._provider, self._start_limit_s, self.nodes = provider, start_limit_s, nodes
         self._num_nodes, self._own = num_nodes, own
+        self.is_own = is_own or (lambda hostname: own is not None and hostname == own.hostname)
         self._first_index = 0 if own is None else 1
-        self._nodes: dict[int, AgentHandle] = {}
+        self._numbers = itertools.count(self._first_index + num_nodes)  # of the agents that the provider starts
+        self._expected: dict[int, AgentHandle] = {}
+        self._nodes: dict[int, AgentHandle] = {}  # that have joined
         self._names = set(names)  # of all nodes that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
+        self._over = False
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
         self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
         sessions = Sessions(self, limit_s=return_s)
@@ -114,7 +98,27 @@ class Agents:
         self._server.call(self._beat)
 
     def _credentials(self, speaker: int) -> Credentials:
-        return credentials(self._secret)
+        return credentials(self._secret, speaker)
+
+    @property
+    def return_s(self) -> float:
+        return self._welcome.return_s
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """At the end of the block, end the agents with the job's status, or release them to the next leader."""
+        status = 1
+        try:
+            yield
+            status = 0
+        except LeadershipLostError:
+            self.abandon()
+            raise
+        except BaseException as error:
+            status = exit_status(error)
+            raise
+        finally:
+            self.dismiss(status)
 
     @property
     def address(self) -> str:
@@ -127,18 +131,13 @@ class Agents:
             nodes = [node for _, node in sorted(self._nodes.items()) if not node.leaving]
         return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in nodes]
 
-    def is_own(self, hostname: str) -> bool:
-        """Return whether this host is the machine where we run, which has no agent."""
-        return self._own is not None and hostname == self._own.hostname
-
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
         """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names the missing ones."""
         deadline = time.monotonic() + limit_s
         with self._changed:
             while not self._enough(num_slots):
-                problem = self._refused or self.starter_ended()
-                if problem:
-                    raise RuntimeError(problem)
+                if self._refused:
+                    raise RuntimeError(self._refused)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise StartTimeoutError(self._who_is_missing(limit_s))
@@ -185,15 +184,97 @@ class Agents:
             node.lost(255)
 
     def agent(self, hostname: str) -> AgentHandle:
-        """Return the agent of a node; for a lost node, a handle that has ended."""
+        """Return the agent of a host, which may still be expected; for an unknown host, a handle that has ended."""
         with self._changed:
-            there = (node for node in self._nodes.values() if node.name == hostname and not node.ended)
-            return next(there, None) or self._absent(hostname)
+            known = [*self._nodes.values(), *self._expected.values()]
+            there = next((node for node in known if node.name == hostname and not node.ended), None)
+        return there or _gone(hostname)
 
-    def _absent(self, hostname: str) -> AgentHandle:
-        node = AgentHandle(hostname)
-        node.lost(255)
+    def reach(self, host: HostInfo) -> AgentHandle:
+        """Return the agent of a host; have one started if there is none."""
+        node = self.agent(host.hostname)
+        return self.start(host) if node.ended and self._provider is not None else node
+
+    # ---- agents that the provider starts ------------------------------------------------------------------------
+
+    def start_on(self, hosts: Iterable[HostInfo], *, num_slots: int | None = None) -> None:
+        """Have agents started on all these hosts; return when they have joined, or as many as have `num_slots`.
+
+        Raises RuntimeError, which names the hosts without an agent, and why.
+        """
+        others = {host.hostname: host for host in hosts if not self.is_own(host.hostname)}
+        nodes = [self.start(host) for host in others.values()]
+
+        def enough() -> bool:
+            return num_slots is not None and sum(node.slots for node in nodes if node.peer) >= num_slots
+
+        with self._changed:
+            limit_s = self._start_limit_s + STARTER_END_S
+            self._changed.wait_for(lambda: enough() or all(node.peer or node.ended for node in nodes), limit_s)
+            failed = [] if enough() else [node for node in nodes if node.peer is None]
+        if failed:
+            by_message: dict[str, list[str]] = {}
+            for node in failed:
+                why = node.complaints.text.strip() or "no answer"
+                by_message.setdefault(node.failed, []).append(f"  {node.name}: {why}")
+            raise RuntimeError("\n".join(text.format(hosts="\n".join(those)) for text, those in by_message.items()))
+
+    def start(self, host: HostInfo) -> AgentHandle:
+        """Have the provider start an agent; return the handle, which takes orders at once."""
+        number, node = next(self._numbers), AgentHandle(host.hostname, host.slots)
+        with self._changed:
+            self._expected[number] = node
+        key = credentials(self._secret, number)
+        invitation = {
+            "where": (self.address, self.port),
+            "key": key.secret.hex(),
+            "speaker": key.speaker,
+            "name": host.hostname,
+            "slots": host.slots,
+            "limit_s": self._start_limit_s / 2,  # so that its failure is reported in time
+        }
+        command = module_command(sys.executable, "hora.launch.agent.session")
+        order = Order(command, json.dumps(invitation).encode() + b"\n", self._start_limit_s)
+        # In a thread: an exception from a signal, in the main thread, must not lose a process just started.
+        self._in_thread(f"hora-start {node.name}", self._have_started, number, node, order)
+        self._server.call(
+            lambda: self._server.call_at(time.monotonic() + self._start_limit_s, lambda: self._late(node))
+        )
         return node
+
+    def _have_started(self, number: int, node: AgentHandle, order: Order) -> None:
+        assert self._provider is not None
+        try:
+            self._provider.start(node.name, order)
+            return
+        except StartError as error:
+            why, failed = str(error), error.message
+        except Exception as error:  # whatever the platform's library raises
+            why, failed = f"{type(error).__name__}: {error}", FAILED
+        with self._changed:
+            if not bytes(node.complaints):  # such as being late, which has ended the command
+                node.complaints.add(why.encode(errors="replace"))
+            if node.peer is None:
+                self._expected.pop(number, None)
+                node.failed = failed
+                node.lost(255)
+                self._changed.notify_all()
+
+    def _late(self, node: AgentHandle) -> None:
+        with self._changed:
+            if node.peer is not None or node.ended:
+                return
+            node.complaints.add(f"no answer within {self._start_limit_s:g} s (--start-timeout)".encode())
+        self._release(node)
+
+    def _release(self, node: AgentHandle) -> None:
+        """Tell the provider that an agent is gone, or is given up. Does not wait."""
+        if self._provider is not None:
+            why = node.complaints.text or "the job is over"
+            self._in_thread(f"hora-ended {node.name}", self._provider.ended, node.name, why)
+
+    def _in_thread(self, name: str, function: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
 
     def _beat(self) -> None:
         """Send a heartbeat to all agents. Runs in the server's thread."""
@@ -216,6 +297,10 @@ class Agents:
 
     def dismiss(self, status: int) -> None:
         """End the agents with the job's status. Return when they have disconnected, or after a time limit."""
+        with self._changed:
+            self._over, expected = True, list(self._expected.values())
+        for node in expected:
+            self._release(node)
         for node in self._all():
             node.send(Quit(status))
         with self._changed:
@@ -252,7 +337,8 @@ class Agents:
         if (joining.version, joining.protocol) != (version(), VERSION):
             problem = self._other_version(joining.version)
         if problem:
-            self._refuse(peer, index, name, problem, comes_again=bool(joining.run))
+            # A node that the provider starts says why itself.
+            self._refuse(peer, index, name, problem, is_fatal=peer.speaker == ANYBODY and not joining.run)
             return
         with self._changed:
             node = self._nodes[index] = self._admitted(index, name, joining)
@@ -265,8 +351,8 @@ class Agents:
             self._changed.notify_all()
         self._tell()
 
-    def _refuse(self, peer: SessionPeer, index: int, name: str, why: str, *, comes_again: bool = False) -> None:
-        if not comes_again:
+    def _refuse(self, peer: SessionPeer, index: int, name: str, why: str, *, is_fatal: bool = True) -> None:
+        if is_fatal:
             self._refused = self._refused or f"node {index} ({name[:_MAX_NAME_CHARS]}, {peer.host}): {why}"
         header, payload = pack(Refused(why))
         peer.send({**header, "why": why}, payload)  # where earlier versions look for it
@@ -274,6 +360,8 @@ class Agents:
             self._changed.notify_all()
 
     def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
+        if index in self._expected:
+            return self._expected.pop(index)
         known = joining.run == self.nonce
         name = name if known else self._new_name(name, index)
         self._names.add(name)
@@ -288,6 +376,9 @@ class Agents:
         return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
 
     def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
+        if peer.speaker != ANYBODY:
+            expected = index == peer.speaker and index in self._expected
+            return "" if expected else "nobody waits for it any more"
         last = self._first_index + self._num_nodes - 1
         if not self._first_index <= index <= last:
             return f"the nodes that may join are {self._first_index} to {last}; check --nnodes and --node-rank"
@@ -305,8 +396,16 @@ class Agents:
             del self._nodes[peer.number]
             self._changed.notify_all()
         node.lost(255)
+        if not self._over:
+            self._release(node)
         self._tell()
 
     def _tell(self) -> None:
         if self._listener is not None:
             self._listener(self.hosts())
+
+
+def _gone(hostname: str) -> AgentHandle:
+    node = AgentHandle(hostname)
+    node.lost(255)
+    return node

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,7 @@ from hora.launch.controller.output import Tail
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import END_S, GRACE_S, KILLED_S
 from hora.launch.processes import family, is_stopped, send_to_all, variables
+from hora.launch.slots import HostInfo
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
 
@@ -94,7 +95,7 @@ class AgentHandle:
         self.leaving = False
         self.complaints = Tail(_TAIL_BYTES)
         self.peer: SessionPeer | None = None
-        self.starter: subprocess.Popen[bytes] | None = None  # the process that starts the agent
+        self.failed = ""  # the message of a job whose provider could not start this agent
         self.status: int | None = None  # once it is over
         self._events: LaunchEvents | None = None
         self._lock = threading.Lock()
@@ -167,10 +168,9 @@ class AgentHandle:
             self.kill()
 
     def kill(self) -> None:
+        """Hang up, which ends the agent."""
         if self.peer is not None:
             self.peer.close()
-        if self.starter is not None:
-            self.starter.kill()
 
     def send(self, message: Message) -> None:
         """Send a message once the agent has joined. Dropped if the agent is gone."""
@@ -366,15 +366,16 @@ class LocalAgent(AgentHandle):
 
 
 class RemoteAgents(Protocol):
-    """The agents of other nodes. `brings_environment`: their workers start with the environment of their agent."""
+    """The agents of other nodes. `nodes`: their workers start with the environment of their agent."""
 
-    brings_environment: bool
-
-    def is_own(self, hostname: str) -> bool:
-        """Return whether this host is the machine where we run, which has no agent."""
+    nodes: bool
+    is_own: Callable[[str], bool]  # whether this host is the machine where we run, which needs no such agent
 
     def agent(self, hostname: str) -> AgentHandle:
-        """The agent of a node. One that is gone has ended already."""
+        """Return the agent of a host. One that is gone has ended already."""
+
+    def reach(self, host: HostInfo) -> AgentHandle:
+        """Return the agent of a host; start one if there is none."""
 
 
 class HostLauncher:
@@ -405,7 +406,8 @@ class HostLauncher:
                 self._former.append(self._hosts.pop(name))
             if name not in self._hosts:
                 agents = self._agents if name in remote else None
-                self._hosts[name] = LocalAgent(name) if agents is None else agents.agent(name)
+                host = HostInfo(name, by_host[name][0].slot.local_size)
+                self._hosts[name] = LocalAgent(name) if agents is None else agents.reach(host)
                 self._hosts[name].look_after(events)
         for name, specs in by_host.items():
             self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
@@ -454,7 +456,7 @@ class HostLauncher:
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
-        if self._agents is None or not self._agents.brings_environment:
+        if self._agents is None or not self._agents.nodes:
             return replace(spec, env=env)
         # Of this process's environment, pass only what the job adds.
         inherited = variables()

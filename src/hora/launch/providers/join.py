@@ -1,30 +1,28 @@
-"""Jobs that start without ssh: by the same command on every node, or inside a Slurm allocation.
+"""Jobs that are started by the same command on every node.
 
-`open_nodes` accepts the nodes of such a job; `serve_node` runs the agent of every node but the first. `find_place`
+`serve_nodes` accepts the nodes of such a job; `serve_node` runs the agent of every node but the first. `find_place`
 reads the node's place from flags, or from the variables of the platform.
 """
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
 from hora.launch.controller.agents import Agents, credentials
-from hora.launch.job import LeadershipLostError, exit_status
+from hora.launch.job import LeadershipLostError
 from hora.launch.options import Options
-from hora.launch.providers.slurm import allocation, start_agents
+from hora.launch.providers.base import Order, StartError
 from hora.launch.slots import DEFAULT_PORT, HostInfo, NodeSpec, lsf_hosts
 from hora.net import sockets
 from hora.net.keys import read_secret_file
-from hora.net.wire import new_secret
 from hora.world import slurm_nodes
 
 if TYPE_CHECKING:
@@ -191,54 +189,50 @@ _PLATFORMS: dict[str, Callable[[Mapping[str, str], str], NodeSpec]] = {
 }
 
 
-@contextlib.contextmanager
-def open_nodes(
+class JoiningNodes:
+    """Nodes on which the platform has started the same command. Nothing here starts an agent: see `Provider`."""
+
+    def __init__(self, agents: Agents, *, limit_s: float, num_slots: int | None, leadership: Leadership | None) -> None:
+        self._agents, self._limit_s, self._num_slots, self._leadership = agents, limit_s, num_slots, leadership
+
+    def hosts(self) -> Sequence[HostInfo]:
+        """Return the nodes after all have joined, or enough of them."""
+        leadership = self._leadership
+        if leadership is not None:
+            there = {"host": self._agents.address, "port": self._agents.port, "term": leadership.term}
+            leadership.put("where", there)
+        if leadership is not None and leadership.state is not None:
+            _wait_for_agents(self._agents, leadership, self._agents.return_s)
+        else:
+            self._agents.wait(self._limit_s, num_slots=self._num_slots)
+        return self._agents.hosts()
+
+    def start(self, host: str, order: Order) -> None:
+        raise StartError("its platform starts it: it joins by itself")
+
+    def ended(self, host: str, why: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def serve_nodes(
     options: Options, environ: Mapping[str, str], leadership: Leadership | None = None
-) -> Iterator[Agents | None]:
-    """Yield the nodes of this job after all have joined; None for a job that reaches its hosts otherwise."""
-    limits = options.silence_limits()
-    starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if leadership is not None:
+) -> tuple[Agents, JoiningNodes]:
+    """Listen for the nodes of a job that is started by the same command on every node, of which this is the first."""
+    place, secret, limits = find_place(options, environ), read_secret(options), options.silence_limits()
+    if leadership is None:
+        own, others = HostInfo(place.name, place.slots or 1), place.num_nodes - 1
+        where = _meeting_address(place)
+        agents = Agents(where, secret, num_nodes=others, own=own, elastic=options.elastic, **limits)
+    else:
         from hora.launch.ha.leadership import own_address
 
-        where, num_nodes = (own_address(leadership.store.members), 0), find_place(options, environ).num_nodes
+        where = (own_address(leadership.store.members), 0)
         names = [str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())]
         leading: dict[str, Any] = {"elastic": True, "nonce": leadership.run, "term": leadership.term, "names": names}
-        opened = Agents(where, read_secret(options), num_nodes=num_nodes, **limits, **leading)
-    elif options.joins:
-        place = find_place(options, environ)
-        own, others = HostInfo(place.name, place.slots or 1), place.num_nodes - 1
-        where, secret = _meeting_address(place), read_secret(options)
-        opened = Agents(where, secret, num_nodes=others, own=own, elastic=options.elastic, **limits)
-    else:
-        allocated = allocation(options, environ)
-        if allocated is None:
-            yield None
-            return
-        secret = new_secret()
-        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts), **limits)
-        starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
-    status = 1
-    with starting:
-        try:
-            if leadership is not None:
-                there = {"host": opened.address, "port": opened.port, "term": leadership.term}
-                leadership.put("where", there)
-            if leadership is not None and leadership.state is not None:
-                _wait_for_agents(opened, leadership, limits["return_s"])
-            else:
-                elastic = options.num_proc if options.elastic else None
-                opened.wait(float(options.effective("start_timeout")), num_slots=elastic)
-            yield opened
-            status = 0
-        except LeadershipLostError:
-            opened.abandon()
-            raise
-        except BaseException as error:
-            status = exit_status(error)
-            raise
-        finally:
-            opened.dismiss(status)
+        agents = Agents(where, secret, num_nodes=place.num_nodes, **limits, **leading)
+    num_slots, limit_s = options.num_proc if options.elastic else None, float(options.effective("start_timeout"))
+    return agents, JoiningNodes(agents, limit_s=limit_s, num_slots=num_slots, leadership=leadership)
 
 
 def _wait_for_agents(opened: Agents, leadership: Leadership, return_s: float) -> None:

@@ -1,23 +1,16 @@
-"""A Slurm allocation as hosts: its nodes and slots, and an agent on each node, started by one `srun` per component of a
-(heterogeneous) job.
-
-The agents' secret goes through srun's standard input, which Slurm forwards to every task.
-"""
+"""A Slurm allocation as hosts: its nodes and slots, and an agent on each node, started by `srun`."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
-from hora.launch.limits import STARTER_END_S
 from hora.launch.options import Options
-from hora.launch.processes import module_command, output_of
+from hora.launch.processes import output_of
+from hora.launch.providers.base import Commands, Order, StartError
 from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.world import slurm_counts, slurm_nodes
@@ -34,13 +27,16 @@ _NOT_FOR_THE_STEP = re.compile(
 class Component:
     """A component of an allocation: nodes that were requested together.
 
-    `counts`: tasks and cores of each node. `gpus`: the total for all tasks, if GPUs were requested per task: a step
-    with fewer tasks must request them all.
+    `counts`: tasks and cores of each node. `gpus_per_task`: if GPUs were requested per task.
     """
 
     nodes: tuple[str, ...]
     counts: tuple[tuple[int, int], ...] = ()
-    gpus: str = ""
+    gpus_per_task: str = ""
+
+    def gpus_of(self, node: str) -> str:
+        """Return the GPUs of all tasks of a node, which a step with fewer tasks must request; "" if it has them."""
+        return _times(self.gpus_per_task, self.counts[self.nodes.index(node)][0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +93,9 @@ def _component(environ: Mapping[str, str], suffix: str) -> Component:
             raise ValueError(
                 f"{name}{suffix} speaks of {len(counts)} nodes, but the Slurm job has {len(nodes)}: {', '.join(nodes)}"
             )
-    gpus = _times(environ.get(f"SLURM_GPUS_PER_TASK{suffix}", ""), sum(tasks))
-    return Component(nodes=tuple(nodes), counts=tuple(zip(tasks, cores, strict=True)), gpus=gpus)
+    gpus = environ.get(f"SLURM_GPUS_PER_TASK{suffix}", "")
+    _times(gpus, 1)  # raises ValueError now
+    return Component(nodes=tuple(nodes), counts=tuple(zip(tasks, cores, strict=True)), gpus_per_task=gpus)
 
 
 def _times(gpus: str, number: int) -> str:
@@ -131,48 +128,43 @@ def _node_addresses(name: str) -> list[str]:
     return [found for word in words for found in sockets.resolve(word)]
 
 
-@contextlib.contextmanager
-def start_agents(
-    allocated: Allocation, agents: Agents, secret: bytes, environ: Mapping[str, str], *, limit_s: float
-) -> Iterator[None]:
-    """Run an agent on every node until the block ends."""
-    env = {name: value for name, value in environ.items() if not _NOT_FOR_THE_STEP.fullmatch(name)}
-    nodes = {host.hostname: (index, host.slots) for index, host in enumerate(allocated.hosts)}
-    processes: list[subprocess.Popen[bytes]] = []
-    agents.starter_ended = lambda: _how_one_ended(processes)
-    try:
-        for number, component in enumerate(allocated.components):
-            of_it = f"--het-group={number}" if len(allocated.components) > 1 else f"--jobid={allocated.job}"
-            where, key = (agents.address, agents.port), credentials(secret)
-            started = start_agent(_command(of_it, component), where, key, nodes, limit_s=limit_s, env=env)
-            processes.append(started)
-        yield
-    finally:
-        for process in processes:
-            end_starter(process, STARTER_END_S)
+class SlurmNodes:
+    """Starts agents by `srun`, one step for each node, in the current allocation: see `Provider`."""
 
+    def __init__(self, allocated: Allocation, environ: Mapping[str, str]) -> None:
+        self._allocated = allocated
+        self._env = {name: value for name, value in environ.items() if not _NOT_FOR_THE_STEP.fullmatch(name)}
+        self._commands = Commands()
 
-def _command(of_it: str, component: Component) -> list[str]:
-    """Return the command of a step with one task per node, with all the job's resources there."""
-    num_nodes = len(component.nodes)
-    return [
-        "srun",
-        of_it,
-        f"--nodes={num_nodes}",
-        f"--ntasks={num_nodes}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(component.nodes)}",
-        *([f"--gpus={component.gpus}"] if component.gpus else []),
-        "--quiet",
-        "--overlap",  # the batch script's own resources, and all of them
-        "--mem=0",
-        "--cpu-bind=none",
-        "--kill-on-bad-exit=0",  # the controller decides what a lost node means
-        "--job-name=hora",
-        *module_command(sys.executable, "hora.launch.agent.session"),
-    ]
+    def hosts(self) -> Sequence[HostInfo]:
+        return self._allocated.hosts
 
+    def start(self, host: str, order: Order) -> None:
+        status, said = self._commands.run(host, [*self._step(host), *order.command], order, env=self._env)
+        raise StartError(f"srun ended with status {status}: {said}".rstrip(": "))
 
-def _how_one_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
-    code = next((code for process in processes if (code := process.poll()) is not None), None)
-    return "" if code is None else f"srun, which starts the agents of the nodes, ended with status {code}"
+    def ended(self, host: str, why: str) -> None:
+        self._commands.end(host)
+
+    def close(self) -> None:
+        self._commands.close()
+
+    def _step(self, host: str) -> list[str]:
+        """Return the srun command of a step with one task, with all the job's resources on this node."""
+        components = self._allocated.components
+        number, component = next((n, one) for n, one in enumerate(components) if host in one.nodes)
+        gpus = component.gpus_of(host)
+        return [
+            "srun",
+            f"--het-group={number}" if len(components) > 1 else f"--jobid={self._allocated.job}",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            *([f"--gpus={gpus}"] if gpus else []),
+            "--quiet",
+            "--overlap",  # the batch script's own resources, and all of them
+            "--mem=0",
+            "--cpu-bind=none",
+            "--kill-on-bad-exit=0",  # the controller decides what a lost node means
+            "--job-name=hora",
+        ]

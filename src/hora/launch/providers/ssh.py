@@ -8,30 +8,28 @@ ssh only starts the agent and passes the controller's address and the agent's ow
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hora.launch.agent.protocol import Join
-from hora.launch.controller.agents import Agents, credentials, end_starter, start_agent
-from hora.launch.controller.launcher import AgentHandle
-from hora.launch.limits import STARTER_END_S
-from hora.launch.processes import ended_by_signals, module_command, output_of
+from hora.launch.processes import module_command, output_of
+from hora.launch.providers.base import Commands, Order, StartError
+from hora.launch.slots import HostInfo
 from hora.net import sockets
-from hora.net.session import SessionPeer
-from hora.net.wire import ANYBODY, Credentials, new_secret
 
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
 _SSH_FAILED = 255
-_SHOWN_BYTES = 4096
+_UNREACHED = (
+    "could not connect to some hosts via ssh:\n{hosts}\nCheck their names, that they are up, and that `ssh HOST` logs "
+    "in without a password (see --ssh-port and --ssh-identity-file)."
+)
+_UNUSABLE = (
+    "ssh reaches these hosts, but Hora cannot be started there:\n{hosts}\nInstall the same Python environment on every "
+    "host, at the same place: {python}"
+)
 _OPTIONS = {
     "PasswordAuthentication": "no",
     "StrictHostKeyChecking": "accept-new",  # a key that has changed is refused; HORA_SSH='ssh -o …' comes first
@@ -81,9 +79,13 @@ class Ssh:
         )
 
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
-        """Return the argv that runs a module with the job's Python on a host. Its words are quoted: ssh has a shell."""
+        """Return the argv that runs a module with the job's Python on a host."""
+        return self.command(hostname, module_command(self.executable, module, *args), attempts=attempts)
+
+    def command(self, hostname: str, command: Sequence[str], *, attempts: int = 1) -> list[str]:
+        """Return the argv that runs a command on a host. Its words are quoted: ssh has a shell."""
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        line = shlex.join(["exec", "env", *path, *module_command(self.executable, module, *args)])
+        line = shlex.join(["exec", "env", *path, *command])
         if self.is_agent:
             return [*self.program, hostname, line]
         argv = list(self.program)
@@ -102,133 +104,34 @@ class Ssh:
         return next((line.split()[1] for line in shown.splitlines() if line.startswith("hostname ")), hostname)
 
 
-class SshHosts(Agents):
-    """Starts agents over ssh, which connect to `listen`. `limit_s`: how long one may take to join.
+class SshHosts:
+    """Starts agents by ssh: see `Provider`. Every agent has its own key: a host can only speak for itself."""
 
-    Every agent has its own number and key: a host can only speak for itself.
-    """
+    def __init__(self, hosts: Sequence[HostInfo], ssh: Ssh, *, verbose: bool = False) -> None:
+        self._hosts, self._ssh, self._verbose = tuple(hosts), ssh, verbose
+        self._commands = Commands()
 
-    brings_environment = False
+    def hosts(self) -> Sequence[HostInfo]:
+        return self._hosts
 
-    def __init__(self, ssh: Ssh, listen: str, *, limit_s: float, verbose: bool = False, **limits: Any) -> None:
-        self._ssh, self._limit_s, self._verbose = ssh, limit_s, verbose
-        self._numbers = itertools.count()
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._dismissed = False
-        super().__init__((listen, 0), new_secret(), num_nodes=0, **limits)
-
-    def is_own(self, hostname: str) -> bool:
-        return sockets.is_local(hostname)
-
-    def reach(self, hostnames: Iterable[str]) -> None:
-        """Start agents on all these hosts in parallel; RuntimeError says what failed where."""
-        with self._changed:
-            nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
-            self._changed.wait_for(
-                lambda: all(node.peer or node.ended for node in nodes), self._limit_s + STARTER_END_S
-            )
-        failed = [node for node in nodes if node.peer is None]
-        unreached = [node for node in failed if node.status in (None, _SSH_FAILED)]
-        if unreached:
-            raise RuntimeError(
-                f"could not connect to some hosts via ssh:\n{_listed(unreached)}\nCheck their names, that they "
-                "are up, and that `ssh HOST` logs in without a password (see --ssh-port and --ssh-identity-file)."
-            )
-        if failed:
-            raise RuntimeError(
-                f"ssh reaches these hosts, but Hora cannot be started there:\n{_listed(failed)}\nInstall the "
-                f"same Python environment on every host, at the same place: {self._ssh.executable}"
-            )
-
-    def _absent(self, hostname: str) -> AgentHandle:
-        """Return a new, expected node: the previous one has ended, or there was none."""
-        index, node = next(self._numbers), AgentHandle(hostname)
-        self._nodes[index] = node
-        command = self._ssh.python(hostname, "hora.launch.agent.session", attempts=_CONNECT_ATTEMPTS)
+    def start(self, host: str, order: Order) -> None:
+        """Run ssh, which ends with the agent. After it has joined, the end of ssh has no effect."""
+        argv = self._ssh.command(host, order.command, attempts=_CONNECT_ATTEMPTS)
         if self._verbose:
-            print(shlex.join(command), file=sys.stderr, flush=True)
-        name = f"hora-ssh {hostname}"
-        threading.Thread(target=self._start, args=(index, node, command), name=name, daemon=True).start()
-        return node
-
-    def _start(self, index: int, node: AgentHandle, command: Sequence[str]) -> None:
-        """Run ssh. Until its agent has joined, the end of ssh, or a long silence, is the end of the node.
-
-        In its own thread: an exception from a signal, in the main thread, must not lose a process just started.
-        """
-        key, nodes, status = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED
-        limit_s = self._limit_s / 2  # so that its failure is reported in time
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            print(shlex.join(argv), file=sys.stderr, flush=True)
         try:
-            process = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
-            with self._changed:
-                node.starter = process
-                self._started.append(process)
-                if self._dismissed:
-                    process.kill()
-            timer = threading.Timer(self._limit_s, self._late, (node, process))
-            timer.start()
-            assert process.stderr is not None
-            with process.stderr:
-                while words := os.read(process.stderr.fileno(), _SHOWN_BYTES):
-                    node.complaints.add(words)
-            status = process.wait()
-            timer.cancel()
+            status, said = self._commands.run(host, argv, order)
         except OSError as error:
-            node.complaints.add(f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?".encode())
-        with self._changed:
-            if node.peer is not None:
-                return
-            self._nodes.pop(index, None)
-            node.lost(_SSH_FAILED if status < 0 else status)
-            self._changed.notify_all()
+            raise StartError(f"cannot run {argv[0]!r}: {error.strerror}; is ssh installed?", _UNREACHED) from None
+        unreached = status < 0 or status == _SSH_FAILED
+        message = _UNREACHED if unreached else _UNUSABLE.replace("{python}", order.command[0])
+        raise StartError(said or f"exit status {status}, no output", message)
 
-    def _late(self, node: AgentHandle, process: subprocess.Popen[bytes]) -> None:
-        with self._changed:
-            if node.peer is None and not node.ended:
-                node.complaints.add(f"no answer within {self._limit_s:.0f} s (--start-timeout)".encode())
-                process.kill()
+    def ended(self, host: str, why: str) -> None:
+        self._commands.end(host)
 
-    def dismiss(self, status: int) -> None:
-        with self._changed:
-            self._dismissed = True
-            for node in self._nodes.values():
-                if node.peer is None:
-                    node.kill()
-        super().dismiss(status)
-        deadline = time.monotonic() + STARTER_END_S
-        for process in self._started:
-            end_starter(process, max(deadline - time.monotonic(), 0.0))
-
-    # ---- in the server's thread -----------------------------------------------------------------------------------
-
-    def _credentials(self, speaker: int) -> Credentials:
-        return credentials(self._secret, max(speaker, 0))
-
-    def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
-        expected = index == peer.speaker != ANYBODY and index in self._nodes and self._nodes[index].peer is None
-        return "" if expected else "nobody waits for it any more"
-
-    def _admitted(self, index: int, name: str, joining: Join) -> AgentHandle:
-        return self._nodes[index]
-
-
-@contextlib.contextmanager
-def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> Iterator[SshHosts]:
-    """Yield the hosts that ssh reaches, these first, until the job is over."""
-    opened = SshHosts(ssh, listen, **rest)
-    try:
-        with ended_by_signals():
-            opened.reach(hostnames)
-        yield opened
-    finally:
-        opened.dismiss(0)
-
-
-def _listed(nodes: Sequence[AgentHandle]) -> str:
-    """List the messages of nodes that have not joined."""
-    words = [node.complaints.text.strip() or f"exit status {node.status}, no output" for node in nodes]
-    return "\n".join(f"  {node.name}: {said}" for node, said in zip(nodes, words, strict=True))
+    def close(self) -> None:
+        self._commands.close()
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
