@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
-from hora.launch.processes import allocator_variables
+from hora.launch.environment import allocator_variables
 from hora.memory import keep_freed_memory
 
 CONTENDERS = ("alone", "DDP", "DDP-warm", "overlap", "sharded")

@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 
 from hora import workers
-from hora.launch.processes import put_first_on_path, set_variables, variables
+from hora.launch.environment import put_first_on_path, set_variables, variables
 from hora.workers.backend import new_id, session_variables
 from hora.workers.gateway import new_name
 

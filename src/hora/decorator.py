@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from hora.launch.processes import variables
+from hora.launch.environment import variables
 from hora.launch.run import run
 
 P = ParamSpec("P")

@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
 
     glibc returns large blocks to the kernel when they are freed, so each training step on a CPU allocates its
     activations and gradients anew, page by page: thousands of page faults, up to a third of a step. Does nothing with
-    another libc, nor with torch's own allocator on 64-bit ARM (`launch.processes.allocator_variables`).
+    another libc, nor with torch's own allocator on 64-bit ARM (`launch.environment.allocator_variables`).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

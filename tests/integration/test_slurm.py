@@ -17,7 +17,7 @@ from job_process import BIN, JobProcess
 from slurm_cluster import SlurmCluster, missing
 from test_ssh import SPY
 
-from hora.launch.processes import first_variables
+from hora.launch.environment import first_variables
 from waiting import wait_until
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]

@@ -139,11 +139,13 @@ class Run:
 
         with contextlib.ExitStack() as stack:
             for name, module in list(sys.modules.items()):
-                if name.startswith(("hora.launch.controller.", "hora.net.rendezvous")) and hasattr(module, "time"):
+                if name.startswith(
+                    ("hora.launch.controller.", "hora.net.rendezvous", "hora.net.key_value_store")
+                ) and hasattr(module, "time"):
                     stack.enter_context(mock.patch.object(module, "time", clock))
             queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=loop.queue.Empty)
             stack.enter_context(mock.patch.object(loop, "queue", queues))
-            stack.enter_context(mock.patch("hora.net.rendezvous.Server", VirtualServer))
+            stack.enter_context(mock.patch("hora.net.key_value_store.Server", VirtualServer))
             stack.enter_context(mock.patch.object(elastic, "random", SimpleNamespace(random=self.rng.random)))
             stack.enter_context(mock.patch.object(Rendezvous, "publish", published))
             stack.enter_context(mock.patch.object(Rendezvous, "_dismiss", dismissed))

@@ -45,7 +45,7 @@ ALIASES = {"hora.launch.workers"}
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
     "hora.legacy.env",
-    "hora.launch.processes",
+    "hora.launch.environment",
     "hora.torch_backend",
     "hora.world",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hora.config import EngineConfig
-from hora.launch.processes import allocator_variables
+from hora.launch.environment import allocator_variables
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from hora.launch.job import Observation, Watching
-from hora.net.rendezvous import WORKERS_BYTES, Rendezvous
+from hora.net.key_value_store import WORKERS_BYTES
+from hora.net.rendezvous import Rendezvous
 from hora.net.wire import Connection, Credentials, connect, new_secret, worker_key
 from hora.telemetry import Report, Sample
 from hora.watch.terminal import show, snapshots

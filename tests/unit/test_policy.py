@@ -21,9 +21,9 @@ from hora.launch.controller.policy import (
     Wait,
     Worker,
     WorkerState,
-    modules_to_preload,
     silent_at_the_end,
 )
+from hora.launch.preload import modules_to_preload
 
 PLACES = (("a", 0), ("a", 1), ("b", 0))
 

@@ -32,9 +32,10 @@ from typing import Any
 
 from hora.foreign_horovod import foreign_conflict
 from hora.launch.controller.launcher import wait_or_kill
+from hora.launch.environment import variables
 from hora.launch.ha.leadership import open_store
 from hora.launch.ha.store import StoreError
-from hora.launch.processes import module_command, variables
+from hora.launch.processes import module_command
 from hora.launch.providers.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.legacy.check_build import probe_build

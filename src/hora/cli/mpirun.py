@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hora.cli.run import on_workers, set_up_log
+from hora.launch.environment import variables
 from hora.launch.job import Job
 from hora.launch.options import Options
-from hora.launch.processes import module_command, variables
+from hora.launch.processes import module_command
 from hora.launch.slots import HostInfo, parse_host_files, place_ranks, slots_by_host
 from hora.net import sockets
 

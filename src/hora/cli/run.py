@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hora.cli.exit_status import exit_status_of
 from hora.foreign_horovod import foreign_message
+from hora.launch.environment import variables
 from hora.launch.options import Options, all_options, build_parser, parse
-from hora.launch.processes import variables
 from hora.version import horovod_version, version
 
 if TYPE_CHECKING:

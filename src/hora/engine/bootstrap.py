@@ -32,8 +32,8 @@ from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams, encrypts_natively
 from hora.errors import HorovodInternalError
 from hora.net.client import RankGroup
+from hora.net.key_value_store import grouped
 from hora.net.keys import RankKeys
-from hora.net.rendezvous import grouped
 from hora.net.sockets import Where, interface_address, source_address
 from hora.net.wire import Stream
 from hora.world import World

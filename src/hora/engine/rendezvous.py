@@ -38,8 +38,8 @@ from hora.config import EngineConfig, accept_risk
 from hora.engine.rank_tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
+from hora.net.key_value_store import KeyValueStore, grouped
 from hora.net.keys import RankKeys, read_secret_file, world_secret
-from hora.net.rendezvous import KeyValueStore, grouped
 from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
 from hora.world import RendezvousEndpoint, World, master_address, user_secret_file

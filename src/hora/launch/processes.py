@@ -1,7 +1,6 @@
-"""Processes of this machine: their environment, starting them, finding descendants, ending them.
+"""Processes of this machine: starting them, finding descendants, ending them.
 
-Only this module reads and changes the environment of this process, for `hora.launch` and the packages above it; callers
-interpret the variables. `module_command` is the argv of a new process that runs one of our modules. `spawn` forks and
+`module_command` is the argv of a new process that runs one of our modules. `spawn` forks and
 executes a worker in its own session, with PDEATHSIG and its output in two pipes. `guard` makes this process the
 guardian of an agent: it ends the processes that a killed agent leaves behind.
 
@@ -15,7 +14,6 @@ import ctypes
 import itertools
 import math
 import os
-import platform
 import signal
 import threading
 import time
@@ -31,47 +29,6 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _LOOK_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def variables() -> dict[str, str]:
-    """Return a copy of the current environment."""
-    return dict(os.environ)
-
-
-def first_variables(pid: int | str = "self") -> dict[str, str]:
-    """Return the environment with which a process, or the one it was forked from, was started; {} if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
-        return {os.fsdecode(name): os.fsdecode(value) for name, mark, value in pairs if mark}
-    return {}
-
-
-def replace_variables(env: Mapping[str, str]) -> None:
-    """Replace the environment, as a forked worker does instead of exec."""
-    os.environ.clear()
-    os.environ.update(env)
-
-
-def set_variables(env: Mapping[str, str]) -> None:
-    """Add these variables."""
-    os.environ.update(env)
-
-
-def put_first_on_path(*folders: str) -> None:
-    """Put these folders first on PATH, for this process and its children."""
-    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    os.environ["PATH"] = os.pathsep.join([*folders, *(entry for entry in path if entry not in folders)])
-
-
-def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a new process with this environment keeps freed memory.
-
-    From 2.10 on torch for 64-bit ARM allocates with mimalloc, which returns freed pages to the kernel after 10 ms and
-    reads its settings only when torch is loaded.
-    """
-    if platform.machine() != "aarch64" or env.get("HORA_KEEP_FREED_MEMORY") == "0" or "MIMALLOC_PURGE_DELAY" in env:
-        return {}
-    return {"MIMALLOC_PURGE_DELAY": "-1"}
 
 
 # As `python -m`, which however looks for modules in the current directory first: in a folder that others can write to

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hora.launch.environment import variables
 from hora.launch.options import Options, all_options
 from hora.launch.pickling import pickle_call
-from hora.launch.processes import variables
 from hora.launch.start import start
 
 

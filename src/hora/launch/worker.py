@@ -23,9 +23,10 @@ import cloudpickle
 
 from hora.errors import HorovodInternalError
 from hora.launch.agent.fork_server import fork, serve
+from hora.launch.environment import replace_variables, variables
 from hora.launch.limits import CONNECT_S
 from hora.launch.pickling import pickle_exception, pickle_result
-from hora.launch.processes import enter, name_process, replace_variables, variables
+from hora.launch.processes import enter, name_process
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
+from hora.launch.environment import variables
 from hora.launch.job import Observation
-from hora.launch.processes import variables
 from hora.launch.slots import Slot
 from hora.net.keys import read_secret_file
 from hora.net.rendezvous import Rendezvous

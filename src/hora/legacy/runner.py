@@ -25,9 +25,9 @@ import cloudpickle
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.output import OutputWriter
+from hora.launch.environment import variables
 from hora.launch.job import OutputOptions, WorkerSpec
 from hora.launch.options import Options, all_options, check
-from hora.launch.processes import variables
 from hora.launch.slots import place_ranks
 from hora.net.sockets import interface_address, is_local, resolve, source_address
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
+from hora.launch.environment import variables
 from hora.launch.job import REPORTING, Observation, Watching
-from hora.launch.processes import variables
 from hora.launch.slots import Slot, place_ranks
 from hora.net.rendezvous import Rendezvous
 from hora.net.sockets import interface_address

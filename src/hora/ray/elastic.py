@@ -18,9 +18,9 @@ import ray
 from hora.launch.controller.hosts import ElasticSpec
 from hora.launch.controller.loop import run_job
 from hora.launch.controller.policy import Limits
+from hora.launch.environment import variables
 from hora.launch.job import Job, Watching
 from hora.launch.pickling import pickle_call
-from hora.launch.processes import variables
 from hora.launch.providers.ray.actor import perform
 from hora.launch.providers.ray.launcher import RayLauncher
 from hora.launch.providers.ray.reservations import RayHosts

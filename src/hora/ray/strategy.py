@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hora.launch.processes import set_variables, variables
+from hora.launch.environment import set_variables, variables
 from hora.launch.providers.ray.actor import ActorProcess, node_id, this_process
 from hora.launch.slots import visible_gpus
 from hora.ray import ray_logger

@@ -16,8 +16,8 @@ from typing import Any
 from pyspark.ml.torch import distributor
 
 from hora.errors import BadCallError
+from hora.launch.environment import set_variables, variables
 from hora.launch.job import JobResult
-from hora.launch.processes import set_variables, variables
 from hora.launch.providers.spark.cluster import assigned_gpus, connect_session, forwarded_variables, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of

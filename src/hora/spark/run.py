@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from hora.errors import BadCallError, StartTimeoutError
+from hora.launch.environment import variables
 from hora.launch.job import OutputOptions, Watching
 from hora.launch.pickling import pickle_call
-from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
     active_cluster,
     active_context,

@@ -19,10 +19,10 @@ from typing import Any
 import cloudpickle
 
 from hora.errors import BadCallError
+from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of

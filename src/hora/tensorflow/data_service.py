@@ -30,7 +30,7 @@ from hora.config import accept_risk
 from hora.errors import AuthenticationError
 from hora.files import replaced
 from hora.net.client import ControlClient
-from hora.net.rendezvous import KeyValueStore
+from hora.net.key_value_store import KeyValueStore
 from hora.net.sockets import source_address
 from hora.net.wire import Credentials, new_secret
 from hora.world import RendezvousEndpoint

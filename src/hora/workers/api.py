@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hora.launch.processes import variables
+from hora.launch.environment import variables
 from hora.workers.gateway import Gateway, call_session, find, named, new_name, runs
 from hora.workers.session import WorkerSession
 

@@ -22,8 +22,8 @@ import threading
 from typing import Any
 
 from hora.errors import AuthenticationError
+from hora.launch.environment import variables
 from hora.launch.job import OutputOptions
-from hora.launch.processes import variables
 from hora.net import sockets
 from hora.net.keys import HeldSecret, find_held
 from hora.net.server import Peer, Server

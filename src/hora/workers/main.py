@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hora.launch.processes import family, variables
+from hora.launch.environment import variables
+from hora.launch.processes import family
 from hora.workers.backend import ORDER_VARIABLE
 
 _SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")

@@ -21,8 +21,8 @@ from typing import Any
 from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.launcher import HostLauncher
+from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
-from hora.launch.processes import variables
 from hora.launch.providers.spark.cluster import (
     GPU_VARIABLE,
     active_cluster,

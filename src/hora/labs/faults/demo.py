@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = make_parser().parse_args(argv)
     if given.np < 2 or given.steps < 1:
         make_parser().error(f"-np must be at least 2 and --steps at least 1, but they are {given.np} and {given.steps}")
+    from hora.launch.environment import variables
     from hora.launch.job import Watching
     from hora.launch.options import Options
     from hora.launch.pickling import pickle_call
-    from hora.launch.processes import variables
     from hora.launch.start import start
 
     watching = Watching(page=True, browser=not given.no_browser, record=given.record, demo=True)

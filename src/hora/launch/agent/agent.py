@@ -45,22 +45,20 @@ from hora.launch.agent.protocol import (
     Taken,
     Terminate,
 )
+from hora.launch.environment import allocator_variables, first_variables, variables
 from hora.launch.limits import GRACE_S, THREAD_END_S
 from hora.launch.processes import (
     Execute,
     Processes,
     Spawned,
     adopt_orphans,
-    allocator_variables,
     die_with_parent,
     exit_code,
-    first_variables,
     guard,
     remove_folder,
     send_signal,
     send_to_all,
     spawn,
-    variables,
 )
 from hora.net.messages import Frames, Pong, frame
 

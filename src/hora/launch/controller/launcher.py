@@ -40,9 +40,10 @@ from hora.launch.agent.protocol import (
     Terminate,
 )
 from hora.launch.controller.output import Tail
+from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import END_S, GRACE_S, KILLED_S
-from hora.launch.processes import family, is_stopped, send_to_all, variables
+from hora.launch.processes import family, is_stopped, send_to_all
 from hora.launch.slots import HostInfo
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer

@@ -47,12 +47,12 @@ from hora.launch.controller.policy import (
     WorkerState,
     WriteOff,
     assign,
-    modules_to_preload,
     provisional,
     silent_at_the_end,
 )
 from hora.launch.job import REPORTING, STOPPED, Job, JobResult, Launcher, LeadershipLostError, Observation, WorkerSpec
 from hora.launch.limits import KILLED_S
+from hora.launch.preload import modules_to_preload
 from hora.launch.processes import ended_by_signals, module_command
 from hora.launch.slots import HostInfo, Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY

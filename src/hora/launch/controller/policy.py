@@ -25,17 +25,6 @@ from typing import Any
 
 from hora.launch.slots import Slot, place_ranks
 
-_READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
-
-# Modules that are slow to import, each with the byte strings that reveal it in a pickled function. The fork server
-# imports them before it forks ranks. pyarrow is not listed because importing it starts a thread.
-_LOADED_IN_ADVANCE = {
-    "torch": (b"torch",),
-    "horovod.torch": (b"horovod.torch",),
-    "hora.spark.estimator.training": (b"hora.spark.estimator.training",),
-    "torch._dynamo": (b"torch", b"optim"),
-}
-
 # How long a process may take to end after the function has returned on every rank.
 LINGER_LIMIT_S = 30.0
 # How long to wait for the cause after a rank reports that another rank is lost.
@@ -562,12 +551,3 @@ def _numbers(workers: Sequence[Worker]) -> tuple[int, ...]:
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
     """Return the first failure that is not the consequence of another, else the first one, else None."""
     return next((failure for failure in failures if not failure.consequence), next(iter(failures), None))
-
-
-def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
-    """Return the modules to load once per host before workers are forked: those that the pickled function names and
-    will import anyway. None: workers must be executed, because the function sets variables that torch reads at import.
-    """
-    if any(name in function for name in _READ_WHILE_LOADING):
-        return None
-    return tuple(name for name, words in _LOADED_IN_ADVANCE.items() if all(word in function for word in words))

@@ -46,10 +46,10 @@ from hora.launch.agent.protocol import (
 )
 from hora.launch.agent.session import MALFORMED, on_this_node
 from hora.launch.controller.agents import credentials
+from hora.launch.environment import variables
 from hora.launch.ha.leadership import open_store, own_address
 from hora.launch.ha.store import AuthenticatedStore, JobStore, StoreError
 from hora.launch.limits import CUT_S, THREAD_END_S
-from hora.launch.processes import variables
 from hora.net import sockets
 from hora.net.acceptor import TaskServer
 from hora.net.keys import own_processes

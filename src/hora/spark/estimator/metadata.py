@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hora.launch.processes import variables
+from hora.launch.environment import variables
 from hora.launch.providers.spark.cluster import assigned_gpus
 from hora.spark.estimator.dataset import dataset_at, open_dataset, prepared
 from hora.spark.estimator.params import check_validation_value

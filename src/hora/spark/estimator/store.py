@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from hora.config import on_databricks
-from hora.launch.processes import variables
+from hora.launch.environment import variables
 
 LocalDirectory = contextlib.AbstractContextManager[str]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hora.launch import worker
-from hora.launch.processes import set_variables
+from hora.launch.environment import set_variables
 from hora.world import keep_secret
 
 

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from hora.config import accept_risk
-from hora.launch.processes import variables
+from hora.launch.environment import variables
 from hora.net.sockets import is_own
 from hora.requirements import require
 

@@ -32,9 +32,9 @@ import cloudpickle
 
 from hora.errors import JobFailedError
 from hora.launch.controller.output import OutputWriter
-from hora.launch.controller.policy import modules_to_preload
 from hora.launch.job import JobResult
 from hora.launch.limits import SILENCE_S, SPARK_END_S
+from hora.launch.preload import modules_to_preload
 from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import check_protection, is_connect, is_local, listening_address, server_host
 from hora.launch.providers.spark.driver import StageDriver, TaskAgents

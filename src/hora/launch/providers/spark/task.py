@@ -34,8 +34,8 @@ from hora.launch.agent.protocol import (
 from hora.launch.controller.agents import credentials
 from hora.launch.controller.launcher import AgentProcess, LocalProcess, wait_or_kill
 from hora.launch.controller.output import Tail
+from hora.launch.environment import first_variables, variables
 from hora.launch.limits import CONNECT_S, END_S, GRACE_S
-from hora.launch.processes import first_variables, variables
 from hora.launch.providers.spark import warm_pool
 from hora.net.keys import read_held_secret
 from hora.net.messages import Frames, Pong, frame, pack, unpack

@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, serve
 from hora.launch.controller.launcher import AgentProcess
+from hora.launch.environment import first_variables
 from hora.launch.limits import END_S
-from hora.launch.processes import first_variables, module_command, name_process, send_signal
+from hora.launch.processes import module_command, name_process, send_signal
 from hora.launch.worker import run_forked
 
 # Variables that may differ in a rank, because no preloaded module has read them.
