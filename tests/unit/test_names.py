@@ -9,6 +9,7 @@ import inspect
 import warnings
 
 import pytest
+import torch
 
 HVD = """
 Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
@@ -181,6 +182,32 @@ def test_reduce_ops_are_plain_numbers():
     ops = [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
     assert ops == [0, 1, 2, 3, 4, 5]
     assert {type(op) for op in ops} == {int}
+
+
+@pytest.mark.parametrize(
+    ("op", "advice"),
+    [("sum", "write op=hvd.Sum"), ("MEAN", "write op=hvd.Average"), (torch.distributed.ReduceOp.MAX, "op=hvd.Max"),
+     (None, "use one of hvd.Adasum, hvd.Average, ")],
+)  # fmt: skip
+def test_what_is_no_reduce_op_is_rejected_with_the_one_that_is_meant(op, advice):
+    import horovod.torch as hvd
+
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=advice):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters(), op=op)
+
+
+def test_a_model_in_the_place_of_an_optimizer_or_of_its_parameters_is_rejected():
+    import horovod.torch as hvd
+
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"wraps an optimizer, but it was given Linear: .*SGD\(model.parameters"):
+        hvd.DistributedOptimizer(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=r"was given a Linear: pass model\.named_parameters\(\)"):
+        hvd.DistributedOptimizer(optimizer, named_parameters=model)
+    with pytest.raises(ValueError, match=r"was given a dict: pass its items\(\)"):
+        hvd.DistributedOptimizer(optimizer, named_parameters=dict(model.named_parameters()))
 
 
 def test_all_old_names_are_the_same_object():

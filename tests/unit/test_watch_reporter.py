@@ -13,7 +13,7 @@ from hora import engine, labs
 from hora.telemetry import Meter
 from hora.telemetry.parsing import parse_report, parse_stacks
 from hora.telemetry.reporter import Machine, Reporter
-from hora.telemetry.stacks import current_line, current_stacks, profile
+from hora.telemetry.stacks import current_line, current_stacks, profile, rank_condition
 
 
 class _Launcher:
@@ -202,3 +202,30 @@ def test_frames_say_where_their_code_comes_from():
         thread.join()
     origins = {name: origin for _, _, name, _, origin in frames if name in files}
     assert origins == {"engine": "engine", "torch": "library", "standard": "library", "script": "user"}
+
+
+def test_the_condition_that_only_some_ranks_meet_is_named(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(
+        "def log():\n    return rank_condition()\n\nif hvd.rank() == 0:\n    only_there = log()\neverywhere = log()\n"
+    )
+
+    class hvd:  # noqa: N801
+        rank = staticmethod(lambda: 0)
+
+    found = {"hvd": hvd, "rank_condition": rank_condition}
+    exec(compile(file.read_text(), str(file), "exec"), found)
+    assert found["only_there"] == f"`if hvd.rank() == 0:` at {file}:4"
+    assert found["everywhere"] == ""
+
+
+def test_a_stack_that_waits_in_a_collective_ends_at_the_line_that_called_it():
+    user, ours, engine = (
+        ["train.py", 7, "main", "hvd.barrier()", "user"],
+        ["ops.py", 331, "barrier", "", "library"],
+        ["queue.py", 9, "wait", "", "engine"],
+    )
+    stacks = parse_stacks(json.dumps({"threads": [["MainThread", [engine, ours, user]]]}).encode())
+    assert stacks.text == '  File "train.py", line 7, in main\n    hvd.barrier()'
+    stacks = parse_stacks(json.dumps({"threads": [["MainThread", [ours, user]]]}).encode())
+    assert stacks.text.endswith('File "ops.py", line 331, in barrier'), "a rank that computes, somewhere in a library"

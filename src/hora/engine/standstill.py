@@ -26,7 +26,7 @@ from hora.engine.request import Key, Kind
 from hora.engine.schedule import Item, ReductionSchedule
 from hora.net.wire import Header
 from hora.telemetry.meters import meter
-from hora.telemetry.stacks import current_line
+from hora.telemetry.stacks import current_line, rank_condition
 
 log = logging.getLogger("hora")
 
@@ -49,6 +49,7 @@ class Blocked(NamedTuple):
     since: float  # by the rank's own clock: distinguishes two waits
     step: int
     line: str
+    condition: str  # an `if` around the line that asks for the rank
 
     @property
     def key(self) -> Key:
@@ -80,7 +81,9 @@ def find_waiting(queues: Queues) -> Waiting | None:
     key, number, what, members = found
     others = [queue.ranks[member] for member in members] or [rank for rank in queue.ranks if rank != queue.world.rank]
     return Waiting(
-        Blocked(serial, *key, number, what, since, meter.num_steps, current_line()), queue, others[:_MAX_ASKED]
+        Blocked(serial, *key, number, what, since, meter.num_steps, current_line(), rank_condition()),
+        queue,
+        others[:_MAX_ASKED],
     )
 
 
@@ -133,7 +136,7 @@ class StandstillWatch:
         self._asking = threading.Lock()
 
     def look(self) -> None:
-        """RequestOfRanks the ranks that the training thread has waited for, if it is time."""
+        """Ask the ranks that the training thread has waited for, if it is time."""
         waiting = None if self._asking.locked() else find_waiting(self._queues())
         if waiting is None:
             return
@@ -173,9 +176,13 @@ def standstill_text(mine: Blocked, others: Mapping[int, Blocked]) -> str:
     """Return the warning of rank 0."""
     first, *more = sorted(others)
     same = f" (likewise ranks {', '.join(map(str, more))})" if more else ""
+    condition = mine.condition or others[first].condition
+    if condition:
+        hint = f"only some ranks run what is inside {condition}"
+    else:
+        hint = "do they make the same number of steps, and leave the loop in the same epoch?"
     return (
         f"neither rank 0 nor rank {first} can go on: rank 0 waits in {mine.where()}, which rank {first} has not "
         f"reached, and rank {first} waits in {others[first].where()}, which rank 0 has not reached{same}. All ranks "
-        "must make the same calls in the same order: do they make the same number of steps, and leave the loop in the "
-        "same epoch?"
+        f"must make the same calls in the same order: {hint}"
     )

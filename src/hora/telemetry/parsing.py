@@ -47,11 +47,12 @@ class Stacks(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the training thread's stack as a traceback."""
+        """Return the training thread's stack as a traceback. A wait in a collective ends at the line that called it."""
         if not self.threads:
             return "  (no thread)"
-        lines = []
-        for frame in reversed(self.threads[0][1]):
+        frames, lines = self.threads[0][1], []
+        called_at = next((index for index, frame in enumerate(frames) if frame.origin == "user"), 0)
+        for frame in reversed(frames[called_at if frames and frames[0].origin == "engine" else 0 :]):
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
             if frame.code:
                 lines.append(f"    {frame.code}")

@@ -6,6 +6,7 @@ the rank itself knows where its packages lie. Any thread may call; the training 
 
 from __future__ import annotations
 
+import ast
 import json
 import linecache
 import os
@@ -77,6 +78,27 @@ def current_line() -> str:
         return "unknown"
     file, line, name = (of_users or places)[0]
     return f"{file}:{line} in {name}"
+
+
+def rank_condition() -> str:
+    """Return the `if` around the training thread's line, or a caller's, that asks for the rank: '`if hvd.rank() == 0:`
+    at train.py:3'. Empty if there is none. Thread-safe.
+    """
+    for file, line, _ in _places(sys._current_frames().get(threading.main_thread().ident or 0)):
+        if _origin(file) == "user":
+            for node in ast.walk(_parsed(file)):
+                if isinstance(node, ast.If) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+                    condition = ast.unparse(node.test)
+                    if "rank" in condition:
+                        return f"`if {condition}:` at {file}:{node.lineno}"
+    return ""
+
+
+def _parsed(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # the file has changed since
+        return ast.Module(body=[], type_ignores=[])
 
 
 def profile(seconds: float) -> bytes:

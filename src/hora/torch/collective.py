@@ -23,6 +23,7 @@ from hora.engine.queue import OperationQueue
 from hora.engine.repeated import CallPlan
 from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
+from hora.torch.reduce_op import reduce_op
 
 _KEPT = 4096
 
@@ -149,7 +150,7 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -
         return None
     if not all(isinstance(number, Real) for number in (prescale, postscale, 0 if op is None else op)):
         return None  # a tensor, say: the same object may have another value in the next call
-    wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")
+    wanted = int(ReduceOp.AVERAGE) if op is None else reduce_op(op)
     if wanted == ReduceOp.ADASUM:
         return None
     queue = runtime.sets.queue(registered_id(process_set))
@@ -205,7 +206,7 @@ def hand_over(
         tensors,
         outputs=outputs,
         name=name,
-        reduce=Reduce(_whole_number(op, "op"), float(prescale), float(postscale), code),
+        reduce=Reduce(reduce_op(op), float(prescale), float(postscale), code),
         root_rank=_whole_number(root_rank, "root_rank"),
         splits=splits,
         process_set_id=registered_id(process_set),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from numbers import Integral
 
 from hora.engine.request import ReduceOp
 
@@ -14,6 +15,20 @@ Adasum = int(ReduceOp.ADASUM)
 Min = int(ReduceOp.MIN)
 Max = int(ReduceOp.MAX)
 Product = int(ReduceOp.PRODUCT)
+
+
+def reduce_op(op: object) -> int:
+    """Return the number of a reduce op.
+
+    Raises:
+        ValueError: it is no reduce op, as a string or an operation of torch.distributed.
+    """
+    if isinstance(op, Integral):  # not what can only be converted: torch.distributed numbers its operations otherwise
+        return int(op)
+    word = str(op).rpartition(".")[2].lower()
+    meant = {"mean": "Average", "avg": "Average", "prod": "Product"}.get(word, word.capitalize())
+    advice = f"write op=hvd.{meant}" if meant in __all__ else f"use one of {', '.join(f'hvd.{n}' for n in __all__)}"
+    raise ValueError(f"op must be a reduce op, but it is {type(op).__name__} {op!r}: {advice}")
 
 
 def handle_average_backwards_compatibility(

@@ -24,6 +24,7 @@ from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.optimizer.step_state import StepState
 from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.reduce_op import reduce_op
 from hora.torch.untraced import leave_untraced
 
 
@@ -141,7 +142,7 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
-    op = int(op)
+    op = reduce_op(op)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
         raise ValueError(
             f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, "

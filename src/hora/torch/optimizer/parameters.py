@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,20 @@ def parameter_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
     """Return a unique name for every parameter of the optimizer, equal on all ranks."""
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"DistributedOptimizer wraps an optimizer, but it was given {type(optimizer).__name__}: pass for example "
+            "torch.optim.SGD(model.parameters(), lr=…)"
+        )
     if named_parameters is None:
         return {
             parameter: unnamed(group_index, index)
             for group_index, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
+    if isinstance(named_parameters, (torch.nn.Module, Mapping)):
+        right = "model.named_parameters()" if isinstance(named_parameters, torch.nn.Module) else "its items()"
+        raise ValueError(f"named_parameters was given a {type(named_parameters).__name__}: pass {right}")
     pairs: list[Any] = list(named_parameters)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
