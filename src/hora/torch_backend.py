@@ -89,10 +89,15 @@ def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int,
     """Yield a store, this process's rank, and the number of ranks (a rendezvous handler of torch)."""
     from datetime import timedelta
 
-    from hora.engine import current_place
+    from hora.engine import current_place, is_newcomer
     from hora.engine.rendezvous import open_torch_store
 
     world = current_place(world)
+    if is_newcomer(world):  # alone
+        from torch._C._distributed_c10d import HashStore
+
+        yield HashStore(), 0, 1
+        return
     store = open_torch_store(world, limit_s=(timeout or timedelta(minutes=30)).total_seconds())
     yield store, world.rank, world.size
 

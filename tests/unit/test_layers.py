@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry", "torch_backend"},
     "torch_backend": {"engine", "torch"},
+    "elastic": {"torch"},
     "tensorflow": {"engine", "net", "telemetry", "torch"},
     "keras": {"telemetry", "tensorflow", "torch"},
     "launch": {"net", "telemetry", "watch"},

@@ -4,6 +4,7 @@ Read in this order: request, plan, negotiation/base, queue, bootstrap, runtime; 
 """
 
 from hora.engine.process import (
+    admit_later,
     control_connection,
     current_place,
     current_runtime,
@@ -22,6 +23,7 @@ __all__ = [
     "Kind",
     "ReduceOp",
     "Runtime",
+    "admit_later",
     "control_connection",
     "current_place",
     "current_runtime",

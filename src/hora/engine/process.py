@@ -39,6 +39,7 @@ _last_place: World | None = None
 _reporters: dict[ControlClient, Reporter] = {}
 _watched: list[ControlClient] = []  # connections that report lost ranks
 _broken_generations: set[int] = set()  # those that have lost a rank
+_ADMITS_LATER = "newcomers begin alone"
 # A newcomer waits for the others' next commit; the launcher decides how long.
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
@@ -57,8 +58,7 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
         if elastic and place.generation < 0:
             # A newcomer prepares its training in a world of its own while the others train, and `restart` takes it to
             # them. Process sets are possible only among them.
-            alone = replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-            place = _next_place(place, config) if process_sets or _last_place is not None else alone
+            place = _next_place(place, config) if process_sets or _last_place is not None else _alone(place)
         while _runtime is None:
             try:
                 _runtime = _start(place, config, process_sets)
@@ -98,10 +98,24 @@ def current_place(place: World) -> World:
     """
     if _runtime is None and has_elastic_launcher(place):
         config = EngineConfig.from_env()
-        _watch(open_rendezvous(place, limit_s=config.init_timeout_s).client)
+        client = open_rendezvous(place, limit_s=config.init_timeout_s).client
+        _watch(client)
+        if place.generation < 0 and client.check([_ADMITS_LATER]):
+            return _alone(place)
         if place.generation < 0 or place.generation in _broken_generations:
             return _next_place(place, config)
     return place
+
+
+def _alone(place: World) -> World:
+    return replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+
+
+def admit_later() -> None:
+    """Let newcomers of this job begin alone, although it does not use `hvd`: they join its ranks by `restart`."""
+    client = control_connection()
+    if client is not None:
+        client.set(_ADMITS_LATER, b"1")
 
 
 def has_elastic_launcher(place: World | None = None) -> bool:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceOptions
 
-from hora.engine.request import Kind, Request
+from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.torch.distributed.calls import outputs_of, waits
 from hora.torch.distributed.reductions import PREMUL_SUM, SUM, Reduction, fold, moved, reduction_of
 from hora.torch.distributed.repeated import RepeatedCalls
 from hora.torch.distributed.signatures import arrange
 from hora.torch.distributed.work import Work
+
+_MEAN, _ASYNC = Reduce(ReduceOp.AVERAGE), AllreduceOptions()
 
 
 class Allreduce(RepeatedCalls):
@@ -33,6 +35,16 @@ class Allreduce(RepeatedCalls):
         if len(tensors) == 1:
             return self._allreduce_one(tensors, opts)
         return self._allreduce("all_reduce_coalesced", tensors, opts)
+
+    def average(self, source: Tensor, target: Tensor) -> Work:
+        """Write the mean of all members' sources to a target in other memory. Sources stay as they are."""
+        key = "average", source.shape, source.dtype
+        work = self._again(key, source, target, _ASYNC)
+        if work is None:
+            request = self._submit("all_reduce", Kind.ALLREDUCE, [source], [target], reduce=_MEAN, wait=False)
+            self._remember(key, request, source)
+            work = self._work([request], [target], _ASYNC)
+        return work
 
     def _allreduce_one(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors

@@ -76,6 +76,11 @@ class Calls:
         """Its members' ranks in the job."""
         return self._ranks
 
+    @property
+    def limit_s(self) -> float:
+        """The group's timeout."""
+        return self._limit_s
+
     def member_of(self, rank: int) -> int:
         return self._ranks.index(rank)
 

@@ -85,6 +85,9 @@ def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
         world = World.from_env()
     except ValueError:  # another launcher may set some of the variables
         world = World()
+    if size == 1 and engine.is_newcomer(world):
+        engine.init()  # alone, until it joins the others
+        return True
     if world.rendezvous.kind != "hora" or (world.rank, world.size) != (rank, size):
         world = world_of_store(store, rank, size, config=EngineConfig.from_env(), limit_s=limit_s)
     engine.init(world=world)

@@ -138,6 +138,11 @@ class HoraProcessGroup(Collectives, _BASE):
         part.setGroupDesc(group_desc or "")
         return part
 
+    def among(self, ranks: Sequence[int]) -> HoraProcessGroup:
+        """Return a new group of these ranks of the job, of which this is one (collective among them)."""
+        name = f"{self._name}/among{list(ranks)}"
+        return self._make(name, None, list(ranks).index(self._own_rank), len(ranks), self._timeout, ranks)
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: members are connected from the start."""
 

@@ -44,13 +44,23 @@ def live_groups() -> list[Calls]:
     return sorted(_live, key=lambda group: _live[group].created)
 
 
+def name_of(group: Calls) -> str:
+    """Return the name by which the group's members know one another in the engine."""
+    return _live[group].name
+
+
+def rename(group: Calls, name: str, members: Sequence[int]) -> None:
+    """Make this process's group the one that these processes have; it may be carried into their world then."""
+    _live[group].name, _live[group].members = name, tuple(members)
+
+
 def members(group: Calls) -> tuple[int, ...]:
     """Return the numbers of the group's members in the job, in the order of their ranks in the group."""
     return _live[group].members
 
 
 def carry(group: Calls, runtime: Runtime, admitted: Sequence[int] = (), *, limit_s: float) -> None:
-    """Take a group into this runtime's world (collective among its members there).
+    """Take a group into this runtime's world (collective among its members there), and tell torch.
 
     `admitted`: the numbers of processes that become members. Members follow the order of their ranks in the world.
     """
@@ -60,24 +70,22 @@ def carry(group: Calls, runtime: Runtime, admitted: Sequence[int] = (), *, limit
     queue = runtime.sets.add_group(ranks, entry.name, limit_s=limit_s)
     group.enter(ranks.index(runtime.world.rank), len(ranks), runtime, queue)
     entry.members = tuple(workers[rank] for rank in ranks)
+    _record_members()
 
 
-def carry_all(runtime: Runtime, admitted: Sequence[int] = (), *, limit_s: float) -> None:
-    """Take every live group into this runtime's world, and correct what torch has recorded of it.
+def carry_all(runtime: Runtime, *, limit_s: float) -> None:
+    """Take every live group into this runtime's world (collective among the members of each)."""
+    for group in live_groups():
+        carry(group, runtime, limit_s=limit_s)
 
-    Collective among the members of each. `admitted` join the default group.
-    """
+
+def _record_members() -> None:
+    """Tell torch the members of every group, by their ranks in the default group."""
+    records: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
     default: Any = dist.group.WORLD
-    groups = live_groups()
-    for group in groups:
-        carry(group, runtime, admitted if group is default else (), limit_s=limit_s)
-    whole = members(default) if default in groups else runtime.workers
-    for group in groups:
-        _record(group, [whole.index(member) for member in members(group)])
-
-
-def _record(group: Any, global_ranks: Sequence[int]) -> None:
-    """Tell torch the members of a group, by their ranks in the default group."""
-    records = dist.distributed_c10d._world.pg_group_ranks
-    if group in records:
-        records[group] = {rank: member for member, rank in enumerate(global_ranks)}
+    if default not in _live:
+        return
+    whole = members(default)
+    for group, entry in _live.items():
+        if group in records and set(entry.members) <= set(whole):
+            records[group] = {whole.index(member): index for index, member in enumerate(entry.members)}

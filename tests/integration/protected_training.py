@@ -1,0 +1,219 @@
+"""DDP trainings whose ranks die as planned, and the same trainings in one process, which knows who took part in what.
+
+    hora run -np 4 --min-np 2 python protected_training.py PLAN FOLDER
+
+A plan names a recipe and deaths: worker, step, and phase: in `forward`, in the backward pass when the n-th parameter's
+gradient is complete (`gradient n`), between backward and step (`reduced`), after the step (`stepped`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_INPUTS, NUM_OUTPUTS = 24, 3
+
+
+class Branches(torch.nn.Module):
+    """Uses its second branch for some of the batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(NUM_INPUTS, NUM_OUTPUTS), torch.nn.Linear(NUM_INPUTS, NUM_OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x) if x[0, 0] > 0 else self.first(x)
+
+
+class Recipe:
+    """How a plan trains. `passes`: backward passes in a step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.passes = 3 if name in ("accumulation", "accumulation without no_sync") else 1
+        self.options: dict[str, Any] = {"bucket_cap_mb": 0.004}
+        if name == "unused parameters":
+            self.options["find_unused_parameters"] = True
+        if name in ("views", "accumulation"):
+            self.options["gradient_as_bucket_view"] = True
+        if name == "static graph":
+            self.options["static_graph"] = True
+
+    def networks(self) -> list[torch.nn.Module]:
+        torch.manual_seed(1)
+        if self.name == "unused parameters":
+            return [Branches()]
+        norm = [torch.nn.BatchNorm1d(40)] if self.name == "plain" else []
+        parts = [torch.nn.Linear(NUM_INPUTS, 40), *norm, torch.nn.Tanh(), torch.nn.Linear(40, 40), torch.nn.Tanh()]
+        main = torch.nn.Sequential(*parts, torch.nn.Linear(40, NUM_OUTPUTS))
+        return [main, torch.nn.Linear(NUM_OUTPUTS, 5)] if self.name == "two models" else [main]
+
+    def optimizers(self, networks: list[torch.nn.Module]) -> list[torch.optim.Optimizer]:
+        first = torch.optim.AdamW(networks[0].parameters(), 1e-2)
+        return [first, *(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in networks[1:])]
+
+    def scaler(self) -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=self.name == "scaler")
+
+    def rows(self, worker: int, step: int, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10000 * worker + 10 * step + index)
+        rows = torch.randn(8, NUM_INPUTS, generator=generator)
+        if self.name == "scaler" and step % 5 == 2 and worker % 2 == 0:
+            rows[0, 0] = 1e38  # no finite gradient: all ranks leave the step out
+        return rows
+
+    def losses(self, networks: list[Any], rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the loss of each model, one after the other's step."""
+        yield networks[0](rows).square().mean()
+        for other in networks[1:]:
+            with torch.no_grad():
+                hidden = networks[0](rows)
+            yield (other(hidden) - 1).square().mean()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def finish_step(recipe: Recipe, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    if recipe.name == "plain":
+        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.05)
+    scaler.step(optimizer)
+
+
+def result_of(networks: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    return {
+        "parameters": [p.detach().clone() for net in networks for p in net.parameters()],
+        "optimizers": [
+            value for o in optimizers for item in o.state_dict()["state"].values() for value in item.values()
+        ],
+    }
+
+
+def train(plan: dict[str, Any], folder: Path) -> None:
+    """Train as a rank; saves this rank's result, and its gradients of the steps in which others die."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import hora.elastic
+
+    torch.set_num_threads(1)
+    recipe, worker = Recipe(plan["recipe"]), int(os.environ["HORA_WORKER"])
+    dist.init_process_group("hora")
+    networks = recipe.networks()
+    models = [DistributedDataParallel(net, **recipe.options) for net in networks]
+    optimizers, scaler = recipe.optimizers(networks), recipe.scaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.97)
+    hora.elastic.protect(models, optimizers, scheduler=scheduler)
+    called: list[Any] = [torch.compile(model) for model in models] if recipe.name == "compiled" else models
+    deaths = {int(death["step"]): death["phase"] for death in plan["deaths"] if death["worker"] == worker}
+    kept: dict[str, list[Any]] = {}
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(plan["steps"]):
+        phase = deaths.get(step, "")
+        if phase == "forward":
+            next(networks[0].children()).register_forward_hook(die)
+        if phase.startswith("gradient"):
+            [*networks[0].parameters()][int(phase.split()[1])].register_post_accumulate_grad_hook(die)
+        losses = [recipe.losses(called, recipe.rows(worker, step, index)) for index in range(recipe.passes)]
+        for number, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            for index in range(recipe.passes):
+                quiet = recipe.name == "accumulation" and index < recipe.passes - 1
+                with models[0].no_sync() if quiet else contextlib.nullcontext():
+                    scaler.scale(next(losses[index])).backward()
+            if any(death["step"] == step for death in plan["deaths"]):
+                kept.setdefault(str(step), []).append([p.grad.clone() for p in parameters_of(optimizer)])
+            if number == 0 and phase == "reduced":
+                die()
+            finish_step(recipe, scaler, optimizer)
+        scaler.update()
+        scheduler.step()
+        if recipe.name == "plain":
+            seen = torch.ones(1)
+            dist.all_reduce(seen)  # as programs do for a metric
+            assert seen.item() == dist.get_world_size()
+        if phase == "stepped":
+            die()
+    found = result_of(networks, optimizers) | {"grads": kept, "size": dist.get_world_size()}
+    torch.save(found, folder / f"{worker}.pt")
+    dist.destroy_process_group()
+
+
+def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of one process that averages over the members of each step.
+
+    A bucket of the step in which a member died counts it if a survivor had the bucket's mean: `grads` are those that a
+    survivor used, each of which must be the mean over the members before the death, or after it.
+    """
+    torch.set_num_threads(1)  # as in the ranks
+    recipe = Recipe(plan["recipe"])
+    networks = recipe.networks()
+    optimizers, scaler = recipe.optimizers(networks), recipe.scaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.97)
+    members = [*range(num_workers)]
+    for step in range(plan["steps"]):
+        dying = [death["worker"] for death in plan["deaths"] if death["step"] == step]
+        left = [worker for worker in members if worker not in dying]
+        for number, optimizer in enumerate(optimizers):
+            own = {
+                worker: _own_gradients(recipe, networks, optimizers, number, scaler, worker, step) for worker in members
+            }
+            means = [_means(own, members), _means(own, left)]
+            for index, p in enumerate(parameters_of(optimizer)):
+                options = [mean[index] for mean in means]
+                if dying:
+                    used = grads[str(step)][number][index]
+                    options = [option for option in options if _same(option, used)]
+                    assert options, f"step {step}: gradient {index} is the mean of no members"
+                p.grad = options[0].clone()
+            finish_step(recipe, scaler, optimizer)
+        scaler.update()
+        scheduler.step()
+        members = left
+    return result_of(networks, optimizers)
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.nan_to_num(1.5), second.nan_to_num(1.5))
+
+
+def _own_gradients(
+    recipe: Recipe, networks: list[torch.nn.Module], optimizers: Any, number: int, scaler: Any, worker: int, step: int
+) -> list[torch.Tensor]:
+    losses = [recipe.losses(networks, recipe.rows(worker, step, index)) for index in range(recipe.passes)]
+    optimizers[number].zero_grad()
+    for loss in losses:
+        for _ in range(number):
+            next(loss)
+        scaler.scale(next(loss)).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters_of(optimizers[number])]
+
+
+def _means(own: dict[int, list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
+    columns = zip(*(own[worker] for worker in members), strict=True)
+    return [mean_of(list(column)) for column in columns]
+
+
+def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean in the arithmetic of the engine: a sum in the order of ranks, which is then divided."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors)
+
+
+if __name__ == "__main__":
+    train(json.loads(sys.argv[1]), Path(sys.argv[2]))
