@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hora.spelling import did_you_mean
+
+_VERY_CLOSE = 0.88  # as close as a misspelt variable is; others are not ours
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
@@ -113,6 +116,17 @@ class EngineConfig:
         if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
             values.setdefault("keep_freed_memory", False)  # the user has configured the allocator
         return cls(**values)
+
+
+def misspelt_variables(environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield a warning for each variable that is very close to one of the engine's."""
+    env = os.environ if environ is None else environ
+    known = [item.metadata["variable"] for item in fields(EngineConfig)]
+    for name in sorted(env):
+        if name.startswith(("HORA_", "HOROVOD_")) and name not in known:
+            hint = did_you_mean(name, known, cutoff=_VERY_CLOSE)
+            if hint:
+                yield f"the variable {name} has no effect{hint}"
 
 
 def on_databricks() -> bool:

@@ -36,7 +36,7 @@ class _Handler(logging.Handler):
 
 
 def set_up(level: str, *, hide_time: bool, rank: int) -> None:
-    """Make the logger `hora` write; an unknown level counts as `warning`."""
+    """Make the logger `hora` write; an unknown level counts as `warning`, and is named."""
     logger = logging.getLogger("hora")
     logger.setLevel(_LEVELS.get(level.lower(), logging.WARNING))
     time = "" if hide_time else "%(asctime)s "
@@ -47,6 +47,11 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
     for handler in logger.handlers:
         if isinstance(handler, _Handler):
             handler.setFormatter(formatter)
+    if level.lower() not in _LEVELS:
+        from hora.spelling import did_you_mean  # here: agents import this module, and must start fast
+
+        hint = did_you_mean(level.lower(), _LEVELS) or f"; the levels are {', '.join(_LEVELS)}"
+        logger.warning("HOROVOD_LOG_LEVEL=%s is no level%s", level, hint)
 
 
 def shorten_tracebacks() -> None:

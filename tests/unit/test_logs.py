@@ -23,12 +23,20 @@ def test_low_levels_are_written_to_stdout_and_high_ones_to_stderr(logger, capsys
     assert err == "[hora WARNING rank 3] careful\n"
 
 
-@pytest.mark.parametrize("level", ["warning", "WARNING", "nonsense"])
+@pytest.mark.parametrize("level", ["warning", "WARNING"])
 def test_messages_below_the_level_are_dropped(logger, capsys, level):
     logs.set_up(level, hide_time=True, rank=0)
     logger.info("hello")
     logger.error("bad")
     assert capsys.readouterr() == ("", "[hora ERROR rank 0] bad\n")
+
+
+def test_an_unknown_level_counts_as_warning_and_is_named(logger, capsys):
+    logs.set_up("nonsense", hide_time=True, rank=0)
+    logger.info("hello")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "HOROVOD_LOG_LEVEL=nonsense is no level; the levels are trace, debug, " in err
 
 
 def test_the_time_is_shown_unless_hidden(logger, capsys):

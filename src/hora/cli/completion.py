@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from hora.cli.dispatch import COMMANDS, LABS
+from hora.spelling import Parser
 
 _SHELLS = ("bash", "zsh", "fish")
 _ENDS_AT_COMMAND = ("run", "plan", "mpirun")  # the rest belongs to another program
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora completion",
         description="Print a script that completes hora's and horovodrun's commands and options.",
         epilog='bash: eval "$(hora completion bash)" in ~/.bashrc; zsh: the same in ~/.zshrc, after compinit; '

@@ -8,7 +8,6 @@ raises an error that `exit_status_of` knows.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from hora.cli.exit_status import exit_status_of
 from hora.cli.run import check_build
+from hora.spelling import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,8 @@ def _dispatch(arguments: list[str]) -> int | None:
         return 0
     if name in COMMANDS:
         return COMMANDS[name](rest)
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
-    print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
+    hint = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+    print(f"hora: there is no command {name!r}{hint}", file=sys.stderr)
     return 2
 
 

@@ -42,6 +42,7 @@ from hora.legacy.check_build import probe_build
 from hora.memory import available_bytes
 from hora.net import sockets
 from hora.requirements import FLOORS, advisories, too_old
+from hora.spelling import Parser
 from hora.version import DISTRIBUTION, version
 
 _MARK = "== hora doctor =="  # a login shell may print something first
@@ -461,7 +462,7 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora doctor", description="Check this machine, or hosts, and say what is wrong and what to do."
     )
     which = parser.add_mutually_exclusive_group()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hora.cli.convert import Converted
+from hora.spelling import Parser
 
 _START = '''"""A distributed training. Run it:
 
@@ -146,7 +147,7 @@ def training_script(name: str, *, elastic: bool = False, sharded: bool = False) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora init",
         description="Write a distributed training script: a commented one that runs as it is, or your own one "
         "with the lines that distribute it.",

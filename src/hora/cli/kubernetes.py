@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
+from hora.spelling import Parser
 
 
 def main(argv: Sequence[str]) -> None:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora kubernetes", description="Print manifests of jobs for Kubernetes, for kubectl apply -f -."
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")

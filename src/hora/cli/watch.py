@@ -7,11 +7,13 @@ import getpass
 import sys
 from collections.abc import Sequence
 
+from hora.spelling import Parser
+
 
 def make_view_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora view`."""
     about = "Show a recorded run, or a timeline, in the browser."
-    parser = argparse.ArgumentParser(prog="hora view", description=about)
+    parser = Parser(prog="hora view", description=about)
     about = "a file of `hora run --record` or `--timeline-filename`, or run.hora of a downloaded bundle"
     parser.add_argument("file", help=about)
     about = "where to listen (default: loopback, a free port)"
@@ -45,7 +47,7 @@ def _ask_token() -> str:
 
 def make_top_parser() -> argparse.ArgumentParser:
     """Return the parser of `hora top`."""
-    parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
+    parser = Parser(prog="hora top", description="Show a running job in the terminal.")
     parser.add_argument(
         "url", nargs="?", help="the page's address without its token, for which it asks (default: your newest job)"
     )

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from hora.spelling import Parser
 from hora.workers import api, daemon, gateway
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora workers", description="Launch, list, await and stop workers, which outlive this command."
     )
     parser.add_argument("--json", action="store_true", help="print the worker dicts instead of a table")

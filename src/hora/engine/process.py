@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from hora import lifeline, logs
-from hora.config import EngineConfig, strict
+from hora.config import EngineConfig, misspelt_variables, strict
 from hora.engine.rendezvous import control_client, open_rendezvous
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
@@ -135,11 +136,18 @@ def _as_told(world: World) -> World:
     return World.from_env() if is_newcomer(world) else world
 
 
+@functools.cache
+def _name_misspelt_variables() -> None:
+    for text in misspelt_variables():
+        logging.getLogger("hora").warning("%s", text)
+
+
 def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[int]]) -> Runtime:
     global _last_place
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
     logs.shorten_tracebacks()
+    _name_misspelt_variables()
     _refuse_vulnerable_torch()
     if config.keep_freed_memory:
         keep_freed_memory()

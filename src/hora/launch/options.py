@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from hora.config import EngineConfig
 from hora.launch.limits import SILENCE_S
+from hora.spelling import Parser, did_you_mean
 
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
 _CHOSEN = "the route of a collective follows from where its ranks are"
@@ -452,7 +453,7 @@ def build_parser(
     """Return a parser with an argument for every flag, and the command as the rest. Its help begins with the summary,
     one sentence, and the examples; `--version` and `--check-build` print what their function returns and end with 0.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} -np N [options] command [args ...]",
         description=f"{summary}\n\nexamples:\n" + "\n".join(f"  {example}" for example in examples),
@@ -589,9 +590,29 @@ def read_config_file(path: str) -> dict[str, Any]:
         if entries.get(key) is not None:
             value = check(option, entries[key], where=where)
             values[name] = not value if option.yaml_negated else value
+    _check_keys(path, content)
     controller = content.get("controller")
     if controller is not None:
         if not isinstance(controller, str) or controller not in _CONTROLLERS:
             raise ValueError(f"controller in {path!r} must be gloo or mpi, but it is {controller!r}")
         values[_CONTROLLERS[controller]] = True
     return values
+
+
+def _check_keys(path: str, content: Mapping[Any, Any]) -> None:
+    """Warn of misspelt entries of a config file. Others that have no effect are Horovod's."""
+    keys = [option.yaml for option in all_options().values() if option.yaml]
+    sections = {key.partition(".")[0] for key in keys} | {"controller"}
+    for section, entries in content.items():
+        if section not in sections:
+            _warn_of_key(path, str(section), sections)
+        elif isinstance(entries, dict):
+            for key in entries:
+                if f"{section}.{key}" not in keys:
+                    _warn_of_key(path, f"{section}.{key}", keys)
+
+
+def _warn_of_key(path: str, key: str, known: Iterable[str]) -> None:
+    hint = did_you_mean(key, known, cutoff=0.8)
+    if hint:
+        warnings.warn(f"{key} in the config file {path!r} has no effect{hint}", stacklevel=5)

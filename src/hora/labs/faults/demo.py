@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hora.spelling import Parser
+
 _BATCH, _NUM_POINTS = 128, 8192
 _SLOW_FROM_S, _SLOW_UNTIL_S, _SLOW_READ_S = 15.0, 45.0, 0.02
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora demo faults",
         description="Train on this machine and kill ranks on the live page, while the training goes on.",
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hora.labs.images.options import ImageOptions
+from hora.spelling import Parser
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora demo images",
         description="Train an image classifier on several local ranks, and draw what it learned.",
     )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hora.spelling import Parser
+
 
 def _flag(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
@@ -70,7 +72,7 @@ class ImageOptions:
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None, *, description: str = "") -> ImageOptions:
         """Parse a command line."""
-        parser = argparse.ArgumentParser(description=description)
+        parser = Parser(description=description)
         cls.add_flags(parser)
         return cls.from_namespace(parser.parse_args(argv))
 

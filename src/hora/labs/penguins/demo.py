@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hora.spelling import Parser
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hora demo penguins",
         description="Go from raw data to a prediction, alone and distributed, with a figure, a model and a report.",
     )
