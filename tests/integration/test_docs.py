@@ -114,11 +114,11 @@ def test_shell_blocks(code, playground):
 
 
 def _printed_commands() -> dict[str, str]:
-    """Return Hora's command lines that pages print but do not run (`console` blocks, inline code), with their page."""
+    """Return Hora's command lines that pages print but do not run (`bash` blocks, inline code), with their page."""
     found: dict[str, str] = {}
     for page in PAGES:
         text = page.read_text()
-        lines = [line for code in _blocks(page, "console") for line in code.replace("\\\n", " ").splitlines()]
+        lines = [line for code in _blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
         lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", _FENCE.sub("", text))
         for line in lines:
             match = re.match(r"(?:\$ )?((?:hora|horovodrun) -?\w.*)", line.strip())
@@ -164,10 +164,16 @@ def _actions(parser):
                 yield from _actions(child)
 
 
+def test_copied_commands_have_no_prompt():
+    for page in PAGES:
+        for language, code in _FENCE.findall(page.read_text()):
+            assert not re.search(r"^\s*\$ ", code, re.MULTILINE), f"{page}: {language}: {code[:80]}"
+
+
 def test_every_block_names_its_language():
     for page in PAGES:
         names = {name for name, _ in _FENCE.findall(page.read_text())}
-        assert names <= {"", "python", "py", "sh", "console", "yaml", "json"}, page
+        assert names <= {"", "python", "py", "sh", "bash", "text", "yaml", "json"}, page
 
 
 def test_link_targets_exist():

@@ -42,7 +42,7 @@ def _type_the_readme(tmp_path: Path) -> None:
     clone = home / "hora"
     subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(clone)], check=True)
     (clone / "README.md").write_text((ROOT / "README.md").read_text())
-    install = "\n".join(line.removeprefix("$ ").partition(" # ")[0] for line in _blocks("console")[0].splitlines())
+    install = "\n".join(line.partition(" # ")[0] for line in _blocks("bash")[0].splitlines())
     script, function = _blocks("python")[:2]
     (clone / "script.py").write_text(script)
     (clone / "function.py").write_text(f"{function.strip()}\n")
