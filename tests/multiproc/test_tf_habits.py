@@ -27,6 +27,14 @@ MEANINGLESS = {
     "Closures": "optimizers of Keras 3 take gradients, not closures",
     "HooksBefore": "variables of TensorFlow have no gradient hooks",
     "HooksAfter": "variables of TensorFlow have no gradient hooks",
+    "PassesSetInTheMiddle": "the number of passes is part of the optimizer's graph",
+    "GroupAddedInTheMiddle": "optimizers of Keras have no parameter groups",
+    "StepHook": "optimizers of Keras have no step hooks",
+    "ClearedInPlace": "gradients of TensorFlow are immutable",
+    "GradientsGivenData": "gradients of TensorFlow are immutable",
+    "Converted": "variables of TensorFlow keep their dtype",
+    "SharedByTorch": "variables of TensorFlow cannot be shared between processes",
+    "SentThroughAQueue": "variables of TensorFlow cannot be shared between processes",
 }
 
 
@@ -267,6 +275,91 @@ class ExponentialMovingAverage(Plain):
 class Schedulers(Plain):
     def optimizer(self):
         return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, STEPS), momentum=0.9)
+
+
+class StateLoadedInTheMiddle(Accumulation):
+    """The model's and the optimizer's variables, between two passes of a step."""
+
+    def batches(self, number):
+        if number == 7:
+            optimizer = self.net.optimizer
+            self.net.set_weights(self.net.get_weights())
+            for variable in optimizer.variables:
+                variable.assign(variable.numpy())
+        return super().batches(number)
+
+
+class SteppedTwice(Plain):
+    """The same gradients, applied twice."""
+
+    def set_up(self):
+        self.own = self.wrapped()
+
+    def gradients(self, number):
+        inputs, targets = self.batches(number)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.net(inputs) - targets) ** 2)
+        return tape.gradient(loss, self.net.trainable_variables)
+
+    def iterate(self, number):
+        gradients = self.gradients(number)
+        for _ in range(2):
+            self.own.apply(gradients, self.net.trainable_variables)
+
+
+class KeptGradients(SteppedTwice):
+    """As PCGrad does: the gradients of two tasks, kept and combined."""
+
+    def iterate(self, number):
+        first, second = self.gradients(number), self.gradients(number + 100)
+        combined = [one + 2 * other for one, other in zip(first, second, strict=True)]
+        self.own.apply(combined, self.net.trainable_variables)
+
+
+class MomentumSwitchedOn(Plain):
+    """Keras reads the momentum when it builds a step: `compile` again with an optimizer that has one."""
+
+    def optimizer(self):
+        return keras.optimizers.SGD(0.05, momentum=0.9 if self.is_on else 0.0)
+
+    is_on = False
+
+    def iterate(self, number):
+        if number == 2:
+            self.is_on = True
+            self.set_up()
+        super().iterate(number)
+
+
+class SchedulerMadeFirst(Plain):
+    """A callback made with the plain optimizer sets the rate of the model's optimizer."""
+
+    def iterate(self, number):
+        self.net.optimizer.learning_rate = 0.05 * 0.5**number
+        if number == 3:
+            optimizer = self.net.optimizer
+            for variable in optimizer.variables:
+                variable.assign(variable.numpy())
+        super().iterate(number)
+
+
+class ParametersGivenData(Plain):
+    """As clipping in a WGAN does."""
+
+    def iterate(self, number):
+        super().iterate(number)
+        for variable in self.net.trainable_variables:
+            variable.assign(tf.clip_by_value(variable, -0.2, 0.2))
+
+
+class CellCalledTwice(Plain):
+    """The cell of a notebook that makes the optimizer, and one that still holds the first one."""
+
+    def iterate(self, number):
+        if number in (2, 4):
+            self.held = self.net.optimizer if number == 4 else None
+            self.set_up()
+        super().iterate(number)
 
 
 CELLS = {row: globals()[row] for row in ROWS if row not in MEANINGLESS}
