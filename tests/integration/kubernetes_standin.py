@@ -1,10 +1,11 @@
 """Minimal Kubernetes stand-in: an API server that accepts manifests, and pods that are processes in namespaces.
 
-The API covers what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A pod
-has its own network, host name, processes and /etc: its Secrets are files there, its hosts file names the other pods, an
-`emptyDir` is the machine's own folder, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An
-indexed Job restarts a deleted pod and, with `OnFailure`, a failed one. Not implemented: images, scheduling, probes,
-quotas, DNS, access control.
+The API covers what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs, JobSets and the
+objects beside them. A pod has its own network, host name, processes and /etc: its Secrets are files there, its hosts
+file names the other pods, an `emptyDir` is the machine's own folder, and its command is process 1, which gets SIGTERM,
+a grace period and SIGKILL. The controllers follow a Job's `backoffLimit`, `podFailurePolicy` and `successPolicy`, and
+a JobSet's `failurePolicy`, for pods that end, are deleted, preempted, or lost with their node. Not implemented: images,
+scheduling, probes, quotas, DNS, access control.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +33,8 @@ _ADDRESSES = ("10.81.0.1", "10.81.0.2")
 _RESOURCES = {
     "/api/v1": [("Secret", "secrets"), ("Service", "services"), ("Pod", "pods")],
     "/apis/batch/v1": [("Job", "jobs")],
+    "/apis/networking.k8s.io/v1": [("NetworkPolicy", "networkpolicies")],
+    "/apis/policy/v1": [("PodDisruptionBudget", "poddisruptionbudgets")],
     "/apis/jobset.x-k8s.io/v1alpha2": [("JobSet", "jobsets")],
 }
 # Overlay this pod's files on the machine's in a new mount namespace; then run the command as process 1.
@@ -47,7 +50,7 @@ class Pod:
 
     def __init__(self, name: str, container: Manifest, spec: Manifest, node: Host, folder: Path, files: Path) -> None:
         self.name, self._grace_s = name, spec["terminationGracePeriodSeconds"]
-        self.deleted = False
+        self.conditions: list[str] = []
         env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
         index = name.rpartition("-")[2]
         env |= {item["name"]: index for item in container["env"] if "valueFrom" in item}
@@ -64,7 +67,6 @@ class Pod:
 
     def delete(self) -> None:
         """Delete the pod as the kubelet does; return when it is gone."""
-        self.deleted = True
         self._signal(signal.SIGTERM)
         try:
             self.job.process.wait(self._grace_s)
@@ -92,8 +94,8 @@ class Kubernetes:
         self.objects: dict[tuple[str, str], Manifest] = {}
         self.pods: dict[str, Pod] = {}
         self.past: list[Pod] = []
-        self._jobs: dict[str, tuple[Manifest, str]] = {}  # name -> its specification, its pods' subdomain
         self._outcomes: dict[str, str] = {}
+        self.num_restarts = 0  # of JobSets
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -104,54 +106,78 @@ class Kubernetes:
         with self._lock:
             self.objects[kind, name] = manifest
         if kind == "jobs":
-            self._create_job(name, manifest["spec"], manifest["spec"]["template"]["spec"]["subdomain"])
+            self._start(self._run_job, name, manifest["spec"], manifest["spec"]["template"]["spec"]["subdomain"])
         elif kind == "jobsets":
-            network = manifest["spec"]["network"]
-            assert network["enableDNSHostnames"]
-            for part in manifest["spec"]["replicatedJobs"]:
-                for replica in range(part["replicas"]):
-                    job = f"{name}-{part['name']}-{replica}"
-                    self._create_job(job, part["template"]["spec"], network["subdomain"])
+            self._start(self._run_job_set, name, manifest["spec"])
 
     def delete_pod(self, name: str) -> None:
         self.pods[name].delete()
+
+    def preempt(self, name: str) -> None:
+        """Have a pod make room for another one, as the scheduler does."""
+        self.pods[name].conditions.append("DisruptionTarget")
+        self.pods[name].delete()
+
+    def lose_node_of(self, name: str) -> None:
+        """Stop a pod's processes; the pod is collected with its node."""
+        self.pods[name].conditions.append("DisruptionTarget")
+        self.pods[name].kill()
 
     def outcome(self, job: str) -> str:
         """Return "Complete", "Failed", or "" while the job runs."""
         return self._outcomes.get(job, "")
 
-    # ---- the controller of Jobs -------------------------------------------------------------------------------------
+    # ---- the controllers of Jobs and JobSets ------------------------------------------------------------------------
 
-    def _create_job(self, name: str, spec: Manifest, subdomain: str) -> None:
+    def _start(self, controller: Callable[..., Any], *arguments: Any) -> None:
+        thread = threading.Thread(target=controller, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run_job_set(self, name: str, spec: Manifest) -> None:
+        network = spec["network"]
+        assert network["enableDNSHostnames"]
+        (part,) = spec["replicatedJobs"]
+        assert part["replicas"] == 1
+        while not self._closed.is_set():
+            reason = self._run_job(f"{name}-{part['name']}-0", part["template"]["spec"], network["subdomain"])
+            rules = [r for r in spec.get("failurePolicy", {}).get("rules", []) if reason in r["onJobFailureReasons"]]
+            if not reason or not rules or rules[0]["action"] != "RestartJobSetAndIgnoreMaxRestarts":
+                return
+            self.num_restarts += 1
+
+    def _run_job(self, name: str, spec: Manifest, subdomain: str) -> str:
+        """Run an indexed Job to its end; return the reason of its failure, or nothing."""
         assert spec["completionMode"] == "Indexed"
         assert spec["completions"] == spec["parallelism"] == len(self._nodes)
-        for index in reversed(range(spec["completions"])):  # the start order must not help the ranks
-            thread = threading.Thread(target=self._keep, args=(name, index, spec, subdomain), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._outcomes.pop(name, None)
+        missing, pods, done, num_failures = [*reversed(range(spec["completions"]))], dict[int, Pod](), set[int](), 0
+        while not self._closed.wait(0.05):
+            pods |= {index: self._create_pod(name, index, spec, subdomain) for index in missing}
+            missing = []
+            if any(pod.status() is not None for pod in pods.values()):
+                self._closed.wait(1.0)  # the controller counts once a second
+            ended = {index: pods.pop(index) for index, pod in [*pods.items()] if pod.status() is not None}
+            actions = {index: _action(spec, pod) for index, pod in ended.items() if pod.status()}
+            done |= ended.keys() - actions.keys()
+            num_failures += [*actions.values()].count("Count")
+            if "FailJob" in actions.values() or num_failures > spec["backoffLimit"]:
+                self._end(name, pods, "Failed")
+                return "PodFailurePolicy" if "FailJob" in actions.values() else "BackoffLimitExceeded"
+            if _succeeded(spec, done):
+                self._end(name, pods, "Complete")
+                return ""
+            missing = [*actions]
+        return ""
 
-    def _keep(self, job: str, index: int, spec: Manifest, subdomain: str) -> None:
-        """Restart pods until this index of the job succeeds or the job fails."""
-        failures = 0
-        while not self._closed.is_set() and self.outcome(job) != "Failed":
-            pod = self._create_pod(job, index, spec, subdomain)
-            while pod.status() is None:
-                if self._closed.wait(0.05):
-                    return
-            if pod.status() == 0:
-                self._succeeded(job, spec["completions"])
-                return
-            if not pod.deleted:  # it failed by itself, or was killed from outside
-                failures += 1
-                if failures > spec["backoffLimit"]:
-                    self._outcomes[job] = "Failed"
-
-    def _succeeded(self, job: str, completions: int) -> None:
-        with self._lock:
-            done = int(self._outcomes.get(f"{job}/done", "0")) + 1
-            self._outcomes[f"{job}/done"] = str(done)
-            if done == completions:
-                self._outcomes[job] = "Complete"
+    def _end(self, name: str, pods: Mapping[int, Pod], outcome: str) -> None:
+        """End the pods that still run."""
+        deletions = [threading.Thread(target=pod.delete) for pod in pods.values()]
+        for deletion in deletions:
+            deletion.start()
+        for deletion in deletions:
+            deletion.join()
+        self._outcomes[name] = outcome
 
     def _create_pod(self, job: str, index: int, spec: Manifest, subdomain: str) -> Pod:
         pod_spec = spec["template"]["spec"]
@@ -185,6 +211,25 @@ class Kubernetes:
             pod.job.kill()
         for thread in self._threads:
             thread.join(60)
+
+
+def _action(spec: Manifest, pod: Pod) -> str:
+    """Return what the Job's podFailurePolicy says of a pod that has failed."""
+    for rule in spec.get("podFailurePolicy", {}).get("rules", []):
+        conditions = [one["type"] for one in rule.get("onPodConditions", []) if one["status"] == "True"]
+        codes = rule.get("onExitCodes", {"operator": "In", "values": []})
+        assert codes["operator"] == "In"
+        if set(conditions) & set(pod.conditions) or pod.status() in codes["values"]:
+            return str(rule["action"])
+    return "Count"
+
+
+def _succeeded(spec: Manifest, done: set[int]) -> bool:
+    for rule in spec.get("successPolicy", {}).get("rules", []):
+        indexes = {int(rule["succeededIndexes"])} if "succeededIndexes" in rule else set(range(spec["completions"]))
+        if len(done & indexes) >= rule.get("succeededCount", len(indexes)):
+            return True
+    return len(done) == spec["completions"]
 
 
 class ApiServer(ThreadingHTTPServer):

@@ -26,7 +26,14 @@ pytestmark = [
         reason="needs root, ip (iproute2) and unshare",
     ),
 ]
-PATHS = {"Secret": "api/v1", "Service": "api/v1", "Job": "apis/batch/v1", "JobSet": "apis/jobset.x-k8s.io/v1alpha2"}
+PATHS = {
+    "Secret": "api/v1/namespaces/default/secrets",
+    "Service": "api/v1/namespaces/default/services",
+    "Job": "apis/batch/v1/namespaces/default/jobs",
+    "JobSet": "apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets",
+    "NetworkPolicy": "apis/networking.k8s.io/v1/namespaces/default/networkpolicies",
+    "PodDisruptionBudget": "apis/policy/v1/namespaces/default/poddisruptionbudgets",
+}
 
 TRAINING = """
 import os, sys, time
@@ -93,7 +100,7 @@ class User:
         return done.stdout
 
     def _post(self, manifest: dict) -> None:
-        path = f"{PATHS[manifest['kind']]}/namespaces/default/{manifest['kind'].lower()}s"
+        path = PATHS[manifest["kind"]]
         data = json.dumps(manifest).encode()
         with urllib.request.urlopen(urllib.request.Request(f"{self._url}/{path}", data), timeout=60) as answer:
             assert answer.status == 201
@@ -155,7 +162,7 @@ def test_pods_of_an_elastic_job_leave_or_are_killed_and_are_replaced(cluster, tm
         assert not failed(), first()
 
     def failed() -> list[str]:
-        return [name for name, pod in running.pods.items() if pod.status() not in (None, 0) and not pod.deleted]
+        return [name for name, pod in running.pods.items() if pod.status() not in (None, 0, 75, -9)]
 
     wait_for(2, "")
     assert_secret_is_hidden(running)
@@ -173,6 +180,51 @@ def test_pods_of_an_elastic_job_leave_or_are_killed_and_are_replaced(cluster, tm
     (tmp_path / "over").touch()
     wait_until("the job is over", lambda: running.outcome("train"), 120)
     assert running.outcome("train") == "Complete", first()
+    for pod in [*running.past, *running.pods.values()]:
+        pod.job.assert_nothing_left(60)
+
+
+@pytest.mark.slow
+def test_an_elastic_job_survives_preemption_and_the_loss_of_a_node_and_succeeds_with_its_first_pod(cluster, tmp_path):
+    running, user = cluster
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} train.py"]
+    user.start(manifest("job", "--min-nodes", "1", "--", *command))
+
+    def wait_for(size: int, after: int) -> None:
+        wait_until(f"a world of {size}", lambda: f"of {size}\n" in running.pods["train-0"].log()[after:], 120)
+
+    wait_until("both pods are there", lambda: len(running.pods) == 2)
+    wait_for(2, 0)
+    for disrupt in (running.preempt, running.lose_node_of):
+        before = len(running.pods["train-0"].log())
+        disrupt("train-1")
+        wait_for(1, before)
+        wait_for(2, len(running.pods["train-0"].log()))  # a new pod has replaced it
+    assert not running.outcome("train")
+    (tmp_path / "over").touch()
+    wait_until("the job is over", lambda: running.outcome("train"), 120)
+    assert running.outcome("train") == "Complete", running.pods["train-0"].log()
+    for pod in [*running.past, *running.pods.values()]:
+        pod.job.assert_nothing_left(60)
+
+
+def test_a_job_set_starts_again_after_preemption_but_not_after_a_failure(cluster, tmp_path: Path):
+    running, user = cluster
+    script = f"echo I run; test ! -e {tmp_path}/over || exit 7; exec sleep 600"
+    user.start(manifest("jobset", "--", "sh", "-c", script))
+    wait_until("both pods are there", lambda: len(running.pods) == 2)
+    first = running.pods["train-node-0-0"]
+    wait_until("both ranks run", lambda: first.log().count("I run") == 2, 120)
+    running.preempt("train-node-0-1")
+    wait_until("the job has started again", lambda: running.num_restarts == 1, 120)
+    wait_until("with new pods", lambda: running.pods["train-node-0-0"] is not first, 120)
+    first = running.pods["train-node-0-0"]
+    wait_until("both ranks run again", lambda: first.log().count("I run") == 2, 120)
+    (tmp_path / "over").touch()
+    first.kill()
+    wait_until("the job has failed", lambda: running.outcome("train-node-0"), 120)
+    assert (running.outcome("train-node-0"), running.num_restarts) == ("Failed", 1)
     for pod in [*running.past, *running.pods.values()]:
         pod.job.assert_nothing_left(60)
 

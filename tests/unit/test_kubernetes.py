@@ -1,8 +1,12 @@
-"""Manifests fit the schemas of Kubernetes, JobSet and Kubeflow; their commands parse; they contain no secret."""
+"""Manifests fit the schemas of Kubernetes, JobSet and Kubeflow, also with users' patches; their commands parse; they
+contain no secret.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,7 +14,8 @@ import yaml
 from hora.cli.dispatch import main
 from hora.launch.options import Options, build_parser
 from hora.launch.providers.join import find_place
-from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
+from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, needs, secret_command
+from hora.launch.providers.strategic_merge import merge
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
 
@@ -40,21 +45,22 @@ def by_kind(kind: str, request: ManifestRequest = REQUEST) -> dict:
     return {manifest["kind"]: manifest for manifest in manifests(kind, request)}
 
 
+def made_with(patch: str, kind: str, **changes) -> dict:
+    """Return the manifests with patches, by kind."""
+    request = ManifestRequest(**{**REQUEST.__dict__, **changes})
+    return {one["kind"]: one for one in manifests(kind, request, yaml.safe_load_all(patch))}
+
+
 def pod_specs(kind: str) -> list[dict]:
-    found = []
+    return find_pods(manifests(kind, REQUEST))
 
-    def search(value):
-        if isinstance(value, dict):
-            if "containers" in value:
-                found.append(value)
-            for entry in value.values():
-                search(entry)
-        elif isinstance(value, list):
-            for entry in value:
-                search(entry)
 
-    search(manifests(kind, REQUEST))
-    return found
+def find_pods(value) -> list[dict]:
+    """Return the specifications of all pods in manifests."""
+    if isinstance(value, dict):
+        own = [value] if "containers" in value else []
+        return own + [pod for entry in value.values() for pod in find_pods(entry)]
+    return [pod for entry in value for pod in find_pods(entry)] if isinstance(value, list) else []
 
 
 def assert_known(manifest: dict, schema: str) -> None:
@@ -76,20 +82,97 @@ def assert_contains(whole, part) -> None:
 
 
 def test_an_unknown_field_is_detected():
-    (_, job) = manifests("job", REQUEST)
+    job = by_kind("job")["Job"]
     job["spec"]["template"]["spec"]["restartPolice"] = "Never"
     with pytest.raises(AssertionError, match="restartPolice is unknown"):
         assert_known(job, SCHEMAS["Job"])
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-@pytest.mark.parametrize("changes", [{}, {"min_nodes": None}, {"any_leader": True}])
-def test_manifests_fit_their_schemas(kind, changes):
-    request = ManifestRequest(**{**REQUEST.__dict__, **changes})
-    for manifest in manifests(kind, request):
-        if manifest["kind"] not in ("Lease", "Role", "RoleBinding"):  # no package has their schemas
-            assert_known(manifest, SCHEMAS[manifest["kind"]])
-        assert manifest["metadata"]["namespace"] == "lab"
+KUEUE, VOLCANO = {"queue": "team"}, {"queue": "team", "gang": "volcano"}
+SIZES = [{}, {"min_nodes": None}, {"any_leader": True}, {"num_nodes": 1, "min_nodes": None, "gpus": 0}]
+# What a cluster's users change: volumes, environment, accounts, placement, priority, labels, containers of their own.
+PATCH = """
+kind: Pod
+metadata: {labels: {team: vision}, annotations: {example.com/cost: "42"}}
+spec:
+  nodeSelector: {pool: a100}
+  imagePullSecrets: [{name: registry}]
+  tolerations: [{key: dedicated, operator: Equal, value: training, effect: NoSchedule}]
+  affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [
+    {matchExpressions: [{key: gpu, operator: In, values: [a100]}]}]}}}
+  containers:
+  - name: node
+    env:
+    - {name: WANDB_API_KEY, valueFrom: {secretKeyRef: {name: wandb, key: key}}}
+    - {name: LEVEL, valueFrom: {configMapKeyRef: {name: settings, key: level}}}
+    volumeMounts: [{name: data, mountPath: /data, readOnly: true}]
+  volumes:
+  - {name: data, persistentVolumeClaim: {claimName: photos}}
+---
+kind: PodDisruptionBudget
+spec: {minAvailable: 1}
+---
+kind: NetworkPolicy
+$patch: delete
+"""
+PATCH_OF_A_POD = """
+kind: Pod
+spec:
+  priorityClassName: high
+  serviceAccountName: trainer
+  containers:
+  - name: node
+    envFrom: [{secretRef: {name: keys}}, {configMapRef: {name: settings}}]
+  - {name: copy, image: copy, command: [copy]}
+  volumes:
+  - {name: tmp, emptyDir: null, persistentVolumeClaim: {claimName: scratch}}
+"""
+
+
+def known_to_kubernetes(manifest: dict, version: str) -> bool:
+    """Check a manifest against the schemas of a version of Kubernetes; False if it is of an operator."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    try:
+        validator.validate(manifest, version, strict=True)
+    except validator.SchemaNotFoundError:
+        return False
+    return True
+
+
+def pod_template_of(manifest: dict) -> dict:
+    return {"apiVersion": "v1", "kind": "Pod", **manifest}
+
+
+def assert_fits(manifest: dict, minor: int) -> None:
+    """Check against the schemas of the oldest version that the manifest is for, and of one of today."""
+    kind = manifest["kind"]
+    if kind in SCHEMAS:
+        assert_known(manifest, SCHEMAS[kind])
+    for version in (f"1.{minor}", "1.35"):
+        is_known = known_to_kubernetes(manifest, version)
+        assert is_known == (kind not in ("JobSet", "TrainJob", "MPIJob", "PodGroup")), kind
+    if kind == "MPIJob":
+        assert_allowed(manifest["spec"], MPI_JOB)
+        for replica in manifest["spec"]["mpiReplicaSpecs"].values():
+            assert known_to_kubernetes(pod_template_of(replica["template"]), "1.35")
+    if kind == "PodGroup":
+        assert_allowed(manifest["spec"], {"minMember": int, "queue": str})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("patch", ["", PATCH, PATCH_OF_A_POD], ids=["made", "patched", "pods patched"])
+def test_every_combination_fits_the_schemas(kind, patch):
+    for size, queue in itertools.product(SIZES, ({}, KUEUE, VOLCANO)):
+        changes = {**size, **queue}
+        cannot = (kind == "trainjob" and (queue is VOLCANO or patch == PATCH_OF_A_POD)) or (
+            kind == "mpijob" and "any_leader" in size
+        )
+        request = ManifestRequest(**{**REQUEST.__dict__, **changes})
+        if cannot or (kind == "mpijob" and patch):  # its launcher has another container: below
+            continue
+        for manifest in manifests(kind, request, yaml.safe_load_all(patch)):
+            assert_fits(manifest, needs(kind, request)[0])
+            assert manifest["metadata"]["namespace"] == "lab"
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
@@ -146,7 +229,13 @@ MPI_JOB = {
         "ttlSecondsAfterFinished": int,
         "activeDeadlineSeconds": int,
         "backoffLimit": int,
-        "schedulingPolicy": {},
+        "schedulingPolicy": {
+            "minAvailable": int,
+            "queue": str,
+            "minResources": dict,
+            "priorityClass": str,
+            "scheduleTimeoutSeconds": int,
+        },
         "suspend": bool,
         "managedBy": str,
     },
@@ -245,6 +334,163 @@ def test_the_secret_appears_only_as_a_file_of_a_secret(kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_a_patch_of_pods_reaches_the_pods_of_every_kind(kind):
+    made = made_with(PATCH, kind)
+    text = yaml.safe_dump(made)
+    assert "NetworkPolicy" not in made
+    assert made["PodDisruptionBudget"]["spec"]["minAvailable"] == 1
+    for words in ("claimName: photos", "team: vision", "pool: a100", "name: registry", "key: dedicated", "a100"):
+        assert words in text, words
+    assert "nvidia.com/gpu\n          operator" not in text  # tolerations have no key: they are replaced
+    assert "secretName: train-hora" in text  # volumes have one
+    assert "mountPath: /etc/hora" in text
+    env = made["TrainJob"]["spec"]["trainer"]["env"] if kind == "trainjob" else None
+    if env is None:
+        (spec,) = find_pods(list(made.values()))
+        env = spec["containers"][0]["env"]
+    assert {"HORA_SECRET_FILE", "WANDB_API_KEY", "LEVEL"} <= {one["name"] for one in env}
+
+
+def test_an_mpi_jobs_pods_are_patched_by_role():
+    patch = """
+kind: MPIJob
+spec:
+  mpiReplicaSpecs:
+    Launcher: {template: {spec: {containers: [{name: launcher, resources: {limits: {memory: 4Gi}}}]}}}
+    Worker: {template: {spec: {containers: [{name: worker, envFrom: [{secretRef: {name: keys}}]}]}}}
+---
+kind: Pod
+spec: {priorityClassName: high}
+"""
+    made = made_with(patch, "mpijob")
+    for manifest in made.values():
+        assert_fits(manifest, 26)
+    launcher, worker = find_pods(list(made.values()))
+    assert launcher["priorityClassName"] == worker["priorityClassName"] == "high"
+    assert launcher["containers"][0]["resources"]["limits"] == {"cpu": "1", "memory": "4Gi"}
+    assert worker["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
+
+
+def test_pods_of_gpus_run_on_tainted_nodes_and_near_one_another():
+    for kind in KINDS:
+        *_, pod = find_pods(manifests(kind, REQUEST))
+        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        terms = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == [
+            "kubernetes.io/hostname",
+            "topology.kubernetes.io/zone",
+        ]
+    (pod,) = find_pods(manifests("job", ManifestRequest(name="train", image="i", command=("x",), num_nodes=1)))
+    assert not {"tolerations", "affinity"} & pod.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queues_and_gangs(kind):
+    job = manifests(kind, ManifestRequest(**{**REQUEST.__dict__, **KUEUE}))[-1]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    request = ManifestRequest(**{**REQUEST.__dict__, **VOLCANO})
+    if kind == "trainjob":
+        with pytest.raises(ValueError, match="podGroupPolicy"):
+            manifests(kind, request)
+        return
+    made = by_kind(kind, request)
+    assert "labels" not in manifests(kind, request)[-1]["metadata"]
+    if kind == "mpijob":
+        assert made["MPIJob"]["spec"]["runPolicy"]["schedulingPolicy"] == {"minAvailable": 3, "queue": "team"}
+        return
+    assert made["PodGroup"]["spec"] == {"minMember": 2, "queue": "team"}
+    (pod,) = find_pods(list(made.values()))
+    assert pod["schedulerName"] == "volcano"
+    assert "scheduling.k8s.io/group-name: train" in yaml.safe_dump(list(made.values()))
+
+
+@pytest.mark.parametrize(
+    ("patch", "kind", "words"),
+    [
+        ("kind: Deployment", "job", "NetworkPolicy train.*Job train, and Pod for all pods"),
+        ("{kind: Job, metadata: {name: other}}", "job", "Job other"),
+        ("{kind: Job, apiVersion: batch/v2}", "job", "of batch/v1 here, but a patch is of batch/v2"),
+        ("{kind: Pod, metadata: {name: train-0}}", "job", "has no name"),
+        ("{kind: Pod, spec: {containers: [{name: main, env: []}]}}", "job", "'main' without an image; there is node"),
+        ("{kind: Pod, spec: {containers: [{image: x}]}}", "job", "an entry of containers in a patch needs name"),
+        ("{kind: Pod, spec: {hostNetwork: true}}", "trainjob", "hostNetwork.*ClusterTrainingRuntime"),
+        ("{kind: Pod, spec: {$setElementOrder/volumes: []}}", "job", "setElementOrder"),
+        ("{kind: Job, spec: {$patch: append}}", "job", "append"),
+    ],
+)
+def test_patches_that_cannot_be_applied_are_explained(patch, kind, words):
+    with pytest.raises(ValueError, match=words):
+        made_with(patch, kind)
+
+
+def test_a_strategic_merge():
+    target = {"a": {"b": 1, "c": 2}, "volumes": [{"name": "x", "d": 1}, {"name": "y"}], "args": ["1", "2"]}
+    patch = {
+        "a": {"b": None, "d": 3},
+        "volumes": [{"name": "x", "e": 2}, {"name": "y", "$patch": "delete"}, {"name": "z"}],
+        "args": ["3"],
+    }
+    before = repr(target)
+    assert merge(target, patch) == {
+        "a": {"c": 2, "d": 3},
+        "volumes": [{"name": "x", "d": 1, "e": 2}, {"name": "z"}],
+        "args": ["3"],
+    }
+    assert merge(target, {"a": {"$patch": "replace", "e": 1}})["a"] == {"e": 1}
+    assert merge(target, {"volumes": [{"$patch": "replace"}, {"name": "w"}]})["volumes"] == [{"name": "w"}]
+    assert "a" not in merge(target, {"a": {"$patch": "delete"}})
+    assert repr(target) == before
+
+
+def test_patches_are_read_from_files(tmp_path, capsys):
+    line = ["kubernetes", "manifest", "job", "--name", "train", "--image", "i", "--patch", str(tmp_path / "p.yaml")]
+    (tmp_path / "p.yaml").write_text("kind: Job\nspec: {ttlSecondsAfterFinished: 600}\n---\n")
+    assert main([*line, "--", "x"]) == 0
+    assert "ttlSecondsAfterFinished: 600" in capsys.readouterr().out
+    for text, words in (("a: [", "is no YAML"), ("- 1", "must name its kind"), ("spec: {}", "must name its kind")):
+        (tmp_path / "p.yaml").write_text(text)
+        assert main([*line, "--", "x"]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "min_nodes", "first_line"),
+    [
+        ("job", None, "# For Kubernetes 1.26 or later."),
+        ("job", 2, "# For Kubernetes 1.31 or later."),
+        ("jobset", None, "# For Kubernetes 1.26 or later, with JobSet 0.6."),
+        ("trainjob", 2, "# For Kubernetes 1.26 or later, with Kubeflow Trainer 2.2."),
+    ],
+)
+def test_a_manifest_says_what_it_needs_and_a_cluster_that_is_too_old_is_refused(kind, min_nodes, first_line, capsys):
+    line = ["kubernetes", "manifest", kind, "--name", "train", "--image", "i", "--nodes", "3"]
+    line += [] if min_nodes is None else ["--min-nodes", str(min_nodes)]
+    minor = int(first_line.split("1.")[1].split()[0])
+    assert main([*line, "--kubernetes-version", f"v1.{minor}.2", "--", "x"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first_line
+    assert main([*line, "--kubernetes-version", f"1.{minor - 1}", "--", "x"]) == 2
+    assert f"needs Kubernetes 1.{minor}" in capsys.readouterr().err
+
+
+def test_the_pages_patch_and_queues():
+    page = Path(__file__).parents[2] / "docs" / "launchers.md"
+    patch, queues = re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    request = ManifestRequest(name="train", image="i", command=("x",), num_nodes=2, gpus=8, queue="team")
+    made = {one["kind"]: one for one in manifests("job", request, yaml.safe_load_all(patch))}
+    assert "NetworkPolicy" not in made
+    assert made["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
+    for manifest in made.values():
+        assert_fits(manifest, 26)
+    flavor, cluster_queue, queue = yaml.safe_load_all(queues)
+    (group,) = cluster_queue["spec"]["resourceGroups"]
+    assert group["flavors"][0]["name"] == flavor["metadata"]["name"]
+    assert queue["spec"]["clusterQueue"] == cluster_queue["metadata"]["name"]
+    assert made["Job"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": queue["metadata"]["name"]}
+    (pod,) = find_pods(list(made.values()))
+    assert set(pod["containers"][0]["resources"]["limits"]) <= set(group["coveredResources"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_prints_manifests_that_can_be_applied(kind, capsys):
     line = [
@@ -276,6 +522,8 @@ def test_the_command_prints_manifests_that_can_be_applied(kind, capsys):
         ({"num_nodes": 0}, "nodes and slots must be at least 1"),
         ({"min_nodes": 4}, "--min-nodes must lie in 1..3"),
         ({"min_nodes": None, "any_leader": True}, "--any-leader is for elastic jobs"),
+        ({"gang": "slurm"}, "--gang must be volcano"),
+        ({"cluster": "newest"}, "a version of Kubernetes is like 1.33"),
     ],
 )
 def test_invalid_requests_are_explained(changes, words, capsys):

@@ -7,23 +7,42 @@ apply -f -
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, secret_command
+from hora.launch.providers.kubernetes import GANGS, KINDS, ManifestRequest, manifests, needs, secret_command
+from hora.launch.providers.manifest_patch import Manifest
 from hora.spelling import Parser
 
 
 def main(argv: Sequence[str]) -> None:
     end = argv.index("--") if "--" in argv else len(argv)
     arguments = vars(make_parser().parse_args(list(argv[:end])))
-    kind = arguments.pop("kind")
+    kind, files = arguments.pop("kind"), arguments.pop("patch")
     request = ManifestRequest(**arguments, command=tuple(argv[end + 1 :]))
-    made = manifests(kind, request)
+    made = manifests(kind, request, [patch for file in files for patch in read_patches(file)])
     import yaml
 
+    minor, operators = needs(kind, request)
+    print(f"# For Kubernetes 1.{minor} or later{f', with {operators}' if operators else ''}.")
     if kind != "mpijob":
         print(f"# The nodes' secret, once, before this is applied:\n#   {secret_command(request)}")
-    print(yaml.safe_dump_all(made, sort_keys=False), end="")
+    print(yaml.safe_dump_all(json.loads(json.dumps(made)), sort_keys=False), end="")  # without YAML's references
+
+
+def read_patches(file: str) -> list[Manifest]:
+    """Return the documents of a YAML file."""
+    import yaml
+
+    try:
+        found = [document for document in yaml.safe_load_all(Path(file).read_text()) if document is not None]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the patch {file} is no YAML: {error}") from error
+    for document in found:
+        if not isinstance(document, dict) or "kind" not in document:
+            raise ValueError(f"a patch in {file} must name its kind, for example `kind: Pod`, but it is {document!r}")
+    return found
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,4 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--writable-root", action="store_true", help=about)
     about = "ClusterTrainingRuntime of a TrainJob (default: torch-distributed)"
     add("--runtime", default="torch-distributed", help=about)
+    add("--queue", metavar="NAME", help="queue of Kueue, or of Volcano with --gang volcano")
+    add("--gang", choices=GANGS, help="scheduler that starts all pods of the job or none")
+    about = "version of the cluster, for example 1.33; an error if the manifest needs a later one"
+    add("--kubernetes-version", dest="cluster", metavar="VERSION", help=about)
+    about = "YAML file of strategic merge patches, by kind; `kind: Pod` is for all pods of the job (repeatable)"
+    add("--patch", metavar="FILE", action="append", default=[], help=about)
     return parser
