@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from hora.errors import HorovodInternalError
@@ -54,8 +55,8 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
         logger.warning("HOROVOD_LOG_LEVEL=%s is no level%s", level, hint)
 
 
-def shorten_tracebacks() -> None:
-    """Omit Hora's own frames from the traceback of a HorovodInternalError that ends the script.
+def shorten_tracebacks(advice: Callable[[], str]) -> None:
+    """Omit Hora's own frames from the traceback of a HorovodInternalError that ends the script, and add the advice.
 
     When a rank fails, the others end with this error: the user's own lines are useful, Hora's are not.
     """
@@ -70,7 +71,7 @@ def shorten_tracebacks() -> None:
         short = traceback.TracebackException(kind, error, trace)
         frames = [frame for frame in short.stack if not frame.filename.startswith(_OWN_FILES)]
         short.stack = traceback.StackSummary.from_list(frames or short.stack)
-        print("".join(short.format(chain=False)), end="", file=sys.stderr, flush=True)
+        print("".join(short.format(chain=False)), end=advice(), file=sys.stderr, flush=True)
 
     hook.is_shortened = True  # type: ignore[attr-defined]
     sys.excepthook = hook

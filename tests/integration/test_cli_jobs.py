@@ -364,6 +364,25 @@ def _in_shell(*argv: str) -> str:
     return done.stdout
 
 
+def test_a_program_that_cannot_go_on_in_an_elastic_job_says_what_to_change(tmp_path):
+    program = tmp_path / "plain.py"
+    program.write_text(
+        "import os, signal, torch, horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "hvd.allreduce(torch.ones(1))\n"
+        "if hvd.rank() == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while True:\n"
+        "    hvd.allreduce(torch.ones(1))\n"
+    )
+    done = subprocess.run(
+        [BIN / "hora", "run", "-np", "2", "--min-np", "1", sys.executable, str(program)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "the program does not: call its training function through @hvd.elastic.run" in done.stderr
+
+
 def test_completion_in_bash():
     out = _in_shell("bash", "-c", BASH)
     assert out.splitlines() == [

@@ -136,6 +136,16 @@ def _as_told(world: World) -> World:
     return World.from_env() if is_newcomer(world) else world
 
 
+def _advice_of_elastic_job() -> str:
+    """Return what to change in a program whose job would go on without the lost rank."""
+    if _last_place is None or not has_elastic_launcher(_last_place):
+        return ""
+    return (
+        "The job was started to go on without lost ranks (--min-np), but the program does not: call its training "
+        "function through @hvd.elastic.run, or protect its DistributedDataParallel with hora.elastic.protect.\n"
+    )
+
+
 @functools.cache
 def _name_misspelt_variables() -> None:
     for text in misspelt_variables():
@@ -146,7 +156,7 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     global _last_place
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
-    logs.shorten_tracebacks()
+    logs.shorten_tracebacks(_advice_of_elastic_job)
     _name_misspelt_variables()
     _refuse_vulnerable_torch()
     if config.keep_freed_memory:
