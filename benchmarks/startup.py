@@ -34,8 +34,9 @@ import hora.launch.run
 
 def meet():
     from hora.net.client import ControlClient
+    from hora.platforms.detect import detect_world
     from hora.world import World
-    world = World.from_env()
+    world = detect_world()
     client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=120)
     everybody = client.gather("meet", b"x", rank=world.rank, size=world.size, timeout_s=120).members
     client.close()

@@ -11,6 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from hora.launch.environment import variables
 from hora.launch.run import run
+from hora.platforms import slurm
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Distributed(Generic[P, T]):
             with RayExecutor(RayExecutor.create_settings(), num_workers=n, **options) as executor:
                 executor.start()
                 return list(executor.run(self._function, args=list(args), kwargs=dict(kwargs)))
-        if self._on == "slurm" and not variables().get("SLURM_JOB_ID"):
+        if self._on == "slurm" and not slurm.job(variables()):
             raise RuntimeError('on="slurm" works inside an allocation: salloc --nodes=2 --ntasks-per-node=4 python …')
         if self._on == "spark":
             from hora.spark.run import run as run_on_spark

@@ -63,13 +63,13 @@ def _read_variables_of_launchers() -> None:
 
     @functools.wraps(original)
     def with_launchers(url: str, *args: Any, **named: Any) -> Any:
-        from hora.world import World
+        from hora.platforms.detect import detect_world
 
         if "rank=" in url:
             return original(url, *args, **named)
         if _is_rank_of_ours():
-            return _meet(World.from_env(), *args, **named)
-        if "RANK" in os.environ or (world := World.from_env()).launcher == "none":
+            return _meet(detect_world(), *args, **named)
+        if "RANK" in os.environ or (world := detect_world()).launcher == "none":
             return original(url, *args, **named)
         return _meet(world, *args, **named)
 

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from hora.net.client import ControlClient
-from hora.world import World
+from hora.platforms.detect import detect_world
 
 
 def main(folder: Path) -> None:
-    world = World.from_env()
+    world = detect_world()
     client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", worker=world.worker, timeout_s=60)
     step = 0
     with (folder / f"worker.{world.worker}").open("a", buffering=1) as notes:

@@ -186,9 +186,9 @@ def test_a_function_that_cannot_be_rebuilt_is_a_clear_error():
 def test_the_first_failing_rank_is_reported_not_its_peers(failing: int):
     def work() -> None:
         from hora.net.client import ControlClient
-        from hora.world import World
+        from hora.platforms.detect import detect_world
 
-        world = World.from_env()
+        world = detect_world()
         client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=30)
         for step in range(3):
             if world.rank == failing and step == 2:

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("by_value")
 def meet(tag: str) -> tuple[int, list[bytes]]:
     """Meet the other ranks through the rendezvous, without the engine."""
     from hora.net.client import ControlClient
-    from hora.world import World
+    from hora.platforms.detect import detect_world
 
-    world = World.from_env()
+    world = detect_world()
     client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=30)
     said = f"{tag}{world.rank}".encode()
     values = list(client.gather("test", said, rank=world.rank, size=world.size, timeout_s=30).members.values())

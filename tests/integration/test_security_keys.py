@@ -20,6 +20,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient
 from hora.net.keys import HeldSecret, RankKeys
 from hora.net.wire import Credentials, connect
+from hora.platforms.detect import detect_world
 from hora.world import RendezvousEndpoint, World
 from waiting import wait_until
 
@@ -42,7 +43,7 @@ def work() -> tuple[list[str], float]:
 def attack() -> list[str]:
     from hora import engine
 
-    world, peers = World.from_env(), engine.current_runtime()._bootstrap
+    world, peers = detect_world(), engine.current_runtime()._bootstrap
     launcher = world.rendezvous.address, world.rendezvous.port
     key = Path(world.rendezvous.secret_file).read_bytes()
     own = ControlClient.connect(world.rendezvous, name="hostile", timeout_s=LIMIT_S)

@@ -24,8 +24,9 @@ import horovod, os, pathlib, sys, time
 
 def work(flag):
     from hora.net.client import ControlClient
+    from hora.platforms.detect import detect_world
     from hora.world import World
-    world = World.from_env()
+    world = detect_world()
     client = ControlClient.connect(world.rendezvous, name=f"rank {world.rank}", timeout_s=60)
     rounds, over = 0, False
     while not over:

@@ -35,10 +35,10 @@ from hora.launch.agent.protocol import (
 from hora.launch.agent.protocol import (
     Message as Report,
 )
-from hora.launch.slots import NodeSpec
 from hora.net.messages import Frames, Pong, frame
 from hora.net.wire import Credentials
-from hora.world import World
+from hora.platforms.detect import detect_world
+from hora.platforms.node import Node
 
 CUT_LIMIT_S = 30.0  # how long a connection stays silent before the kernel closes it
 START_LIMIT_S = 60.0
@@ -229,7 +229,7 @@ class Machine:
             Fiber(self.process, self._serve)
 
     def _serve(self) -> None:
-        place = NodeSpec(
+        place = Node(
             num_nodes=self.world.num_nodes + 1,
             index=self.index,
             host="10.0.0.1",
@@ -379,7 +379,7 @@ class SimulatedAgent:
         if number not in self._asked:
             return
         self._asked.remove(number)
-        world = World.from_env({**order.env, "HORA_SECRET_FILE": "/nowhere"})
+        world = detect_world({**order.env, "HORA_SECRET_FILE": "/nowhere"})
         assert world.worker == number
         spec = SimpleNamespace(worker=number, env=order.env, slot=SimpleNamespace(hostname=self.machine.name))
         self.workers[number] = self.world.begin(spec, lambda code: self._ended(number, code))

@@ -15,6 +15,7 @@ from simulator import Link, Message, Simulation, VirtualServer
 
 from hora.launch.job import WorkerSpec
 from hora.net.wire import cut_parts
+from hora.platforms.detect import detect_world
 from hora.world import World
 
 LIMIT_S = 600.0
@@ -107,7 +108,7 @@ class Worker:
         self._notified = False
         self._hello = {"op": "hello", "name": f"worker {self.number}", "worker": self.number}
         self._joined = False
-        self._world = World.from_env({**spec.env, "HORA_SECRET_FILE": "/nowhere"})
+        self._world = detect_world({**spec.env, "HORA_SECRET_FILE": "/nowhere"})
         self._life = self._live()
         simulation.after(simulation.rng.uniform(0.1, 5.0), lambda: self._go_on(None))  # imports
 
@@ -285,6 +286,6 @@ class Worker:
         header, _ = yield Request({"op": "next_world", "generation": world.generation, "timeout_s": LIMIT_S})
         if "error" in header:
             return None
-        found = World.from_env({**header["world"], "HORA_SECRET_FILE": "/nowhere"})
+        found = detect_world({**header["world"], "HORA_SECRET_FILE": "/nowhere"})
         self._referee.entered(self.number, found, world.generation)
         return found

@@ -39,9 +39,9 @@ from hora.launch.ha.following import LeaderLink
 from hora.launch.ha.leadership import ElectionLoop, Leadership
 from hora.launch.ha.store import AuthenticatedStore
 from hora.launch.job import LeadershipLostError
-from hora.launch.slots import NodeSpec
 from hora.net import session
 from hora.net.server import Timer
+from hora.platforms.node import Node as NodePlace
 
 SECRET = b"secret" * 6
 LONGEST_RUN_S = 900.0  # of virtual time: longer than all limits together
@@ -233,7 +233,7 @@ class Node(Process):
     def _live(self) -> None:
         pause(self.simulation.rng.expovariate(0.5))
         options = SimpleNamespace(effective=LIMITS.__getitem__)
-        place = NodeSpec(num_nodes=9, index=self.index, host="first", name=self.name)
+        place = NodePlace(num_nodes=9, index=self.index, host="first", name=self.name)
         try:
             one = ElectionLoop(options, {"HORA_STORE": "etcd://store"}, place, SECRET)  # type: ignore[arg-type]
             self.job = one._job

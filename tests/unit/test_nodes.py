@@ -16,10 +16,11 @@ from hora.launch.controller.agents import Agents, credentials
 from hora.launch.options import Options
 from hora.launch.providers.join import find_place
 from hora.launch.providers.slurm import allocation
-from hora.launch.slots import HostInfo, NodeSpec
+from hora.launch.slots import HostInfo
 from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import connect, new_secret
+from hora.platforms.node import Node
 from hora.version import version
 from waiting import wait_until
 
@@ -222,7 +223,7 @@ def test_an_impostor_of_the_first_node_learns_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=listen, args=(server,), daemon=True)
         thread.start()
-        place = NodeSpec(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
+        place = Node(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
         with pytest.raises((RuntimeError, OSError)):
             join(place, credentials(SECRET), limit_s=2.0)
         thread.join(30)
@@ -289,3 +290,8 @@ def test_requests_beyond_the_allocation_are_rejected(srun):
 )
 def test_other_launch_modes_ignore_the_allocation(srun, options, environ):
     assert allocation(Options(num_proc=2, **options), {**ALLOCATED, **srun, **environ}) is None
+
+
+def test_lsf_hosts_without_numbers_of_slots_are_rejected():
+    with pytest.raises(ValueError, match="LSB_MCPU_HOSTS must be hosts, each with its slots, but it is 'node3 many'"):
+        find_place(Options(), {"LSB_MCPU_HOSTS": "node3 many"}, MACHINE)

@@ -17,7 +17,7 @@ from hora.launch.controller.hosts import ElasticSpec, Hosts
 from hora.launch.controller.policy import Limits, Worker, WorkerState
 from hora.launch.slots import HostInfo
 from hora.net.client import ControlClient
-from hora.world import World
+from hora.platforms.detect import detect_world
 from horovod.ray import RayExecutor, ray_logger
 from horovod.ray.elastic import ElasticRayExecutor
 from horovod.ray.elastic import RayHostDiscovery as OldDiscovery
@@ -145,7 +145,7 @@ def test_the_rendezvous_variables_suffice_and_the_secret_leaves_the_environment(
     for name, value in {**found, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HORA_SECRET_FILE", "")
-    world = World.from_env()
+    world = detect_world()
     assert found["HORA_SECRET"] not in os.environ.values()
     client = ControlClient.connect(world.rendezvous, name="rank 0", timeout_s=10.0)
     client.set("key", b"value")

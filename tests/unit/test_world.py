@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hora.world import RendezvousEndpoint, World, slurm_nodes
+from hora.platforms.detect import detect_world
+from hora.platforms.horovod import variables_of
+from hora.platforms.slurm import nodes_of
+from hora.world import RendezvousEndpoint, World
 
 TORCHRUN = {
     "RANK": "3",
@@ -20,7 +23,7 @@ TORCHRUN = {
 
 
 def test_without_variables_the_world_has_one_rank():
-    world = World.from_env({})
+    world = detect_world({})
     assert (
         world.rank,
         world.size,
@@ -33,18 +36,18 @@ def test_without_variables_the_world_has_one_rank():
 
 
 def test_horovod_variables_take_precedence():
-    world = World.from_env(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"})
+    world = detect_world(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"})
     assert (world.rank, world.size) == (0, 1)
 
 
 def test_torchrun():
-    world = World.from_env(TORCHRUN)
+    world = detect_world(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
     assert (world.cross_rank, world.cross_size) == (1, 2)
     assert world.rendezvous == RendezvousEndpoint(
         kind="tcp", address="10.0.0.1", port=29500, job="abc/0", host_store=False
     )
-    again = World.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    again = detect_world(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
     assert again.rendezvous.job == "abc/2"  # the agent's store may still hold entries of an earlier attempt
 
 
@@ -56,8 +59,8 @@ def test_open_mpi_on_one_host():
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "OMPI_MCA_ess_base_jobid": "12345",
     }
-    ours = World.from_env(env)
-    other = World.from_env(env | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    ours = detect_world(env)
+    other = detect_world(env | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert (ours.rank, ours.size, ours.local_rank) == (1, 2, 1)
     assert ours.rendezvous == other.rendezvous
     assert ours.rendezvous.host_store
@@ -66,10 +69,10 @@ def test_open_mpi_on_one_host():
 def test_a_users_secret_file_applies_to_every_foreign_launcher():
     place = {"HORA_SECRET_FILE": "/home/me/secret", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     for rank, size in (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")):
-        rendezvous = World.from_env(place | {rank: "0", size: "2"}).rendezvous
+        rendezvous = detect_world(place | {rank: "0", size: "2"}).rendezvous
         assert (rendezvous.kind, rendezvous.secret_file) == ("tcp", "/home/me/secret")
     slurm_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    assert World.from_env(slurm_step | {"HORA_SECRET_FILE": "f"}).rendezvous.secret_file == "f"
+    assert detect_world(slurm_step | {"HORA_SECRET_FILE": "f"}).rendezvous.secret_file == "f"
 
 
 def test_pmi():
@@ -81,7 +84,7 @@ def test_pmi():
         "MASTER_ADDR": "h",
         "MASTER_PORT": "1",
     }
-    world = World.from_env(env)
+    world = detect_world(env)
     assert (world.rank, world.local_rank, world.cross_rank, world.cross_size) == (2, 0, 1, 2)
 
 
@@ -95,7 +98,7 @@ def test_slurm_step():
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_NODELIST": "node[03-04]",
     }
-    world = World.from_env(env)
+    world = detect_world(env)
     assert (world.rank, world.size, world.local_rank, world.local_size, world.cross_rank) == (5, 8, 1, 4, 1)
     assert world.rendezvous.address == "node03"
 
@@ -108,36 +111,36 @@ STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_S
 
 @pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"}])
 def test_steps_and_runs_of_a_slurm_job_have_names_and_ports_of_their_own(other):
-    one, two = (World.from_env(env).rendezvous for env in (STEP, STEP | other))
-    assert one == World.from_env(STEP | {"SLURM_PROCID": "0"}).rendezvous
+    one, two = (detect_world(env).rendezvous for env in (STEP, STEP | other))
+    assert one == detect_world(STEP | {"SLURM_PROCID": "0"}).rendezvous
     assert one.job != two.job
     assert one.ports != two.ports
     assert len(set(one.ports)) > 4
     chosen = {"MASTER_ADDR": "h", "MASTER_PORT": "5"}
-    one, two = (World.from_env(env | chosen).rendezvous for env in (STEP, STEP | other))
+    one, two = (detect_world(env | chosen).rendezvous for env in (STEP, STEP | other))
     assert one.job != two.job
     assert one.ports == two.ports == (5,)
 
 
 def test_the_components_of_a_heterogeneous_slurm_step_meet():
     first, second = ({"SLURM_HET_JOB_ID": "77", "SLURM_JOB_ID": number} for number in ("77", "78"))
-    assert World.from_env(STEP | first).rendezvous == World.from_env(STEP | second).rendezvous
+    assert detect_world(STEP | first).rendezvous == detect_world(STEP | second).rendezvous
 
 
 def test_two_mpiruns_of_a_slurm_job_have_names_of_their_own():
     """Open MPI 4 starts the daemons of other nodes, and so their ranks, in a step of their own."""
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    one = World.from_env(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "1"}).rendezvous
-    assert one != World.from_env(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "2"}).rendezvous
-    assert one == World.from_env(mpi | {"SLURM_JOB_ID": "77", "OMPI_MCA_ess_base_jobid": "1"}).rendezvous
+    one = detect_world(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "1"}).rendezvous
+    assert one != detect_world(mpi | STEP | {"OMPI_MCA_ess_base_jobid": "2"}).rendezvous
+    assert one == detect_world(mpi | {"SLURM_JOB_ID": "77", "OMPI_MCA_ess_base_jobid": "1"}).rendezvous
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-    one, two = (World.from_env(hydra | STEP | {"SLURM_STEP_ID": step}).rendezvous for step in "01")
+    one, two = (detect_world(hydra | STEP | {"SLURM_STEP_ID": step}).rendezvous for step in "01")
     assert one.job != two.job
 
 
 def test_slurm_tasks_per_node_are_those_of_the_step_not_the_limit():
     asked = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    world = World.from_env(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})
+    world = detect_world(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})
     assert (world.local_size, world.cross_rank, world.cross_size) == (1, 3, 4)
     assert world.rendezvous.address == "r1n01-ib"
 
@@ -147,7 +150,7 @@ def test_slurm_nodes_with_different_numbers_of_tasks():
     places = []
     for rank in range(7):
         mine = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
-        world = World.from_env(SLURM | mine | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"})
+        world = detect_world(SLURM | mine | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"})
         places.append((world.local_rank, world.local_size, world.cross_rank, world.cross_size))
     assert places == [(0, 2, 0, 4), (1, 2, 0, 3), (0, 2, 1, 4), (1, 2, 1, 3), (0, 2, 2, 4), (1, 2, 2, 3), (0, 1, 3, 4)]
 
@@ -159,7 +162,7 @@ def test_slurm_ranks_distributed_cyclically():
         "SLURM_LOCALID": "1",
         "SLURM_NODEID": "0",
     }  # --distribution=cyclic
-    world = World.from_env(SLURM | mine | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    world = detect_world(SLURM | mine | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
     assert (world.local_rank, world.local_size, world.cross_rank, world.cross_size) == (1, 2, 0, 2)
 
 
@@ -176,13 +179,13 @@ def test_slurm_ranks_distributed_cyclically():
     ],
 )
 def test_node_lists(text, names):
-    assert slurm_nodes(text) == names
+    assert nodes_of(text) == names
 
 
 @pytest.mark.parametrize("text", ["n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]"])
 def test_invalid_node_lists(text):
     with pytest.raises(ValueError, match="a node list must look like"):
-        slurm_nodes(text)
+        nodes_of(text)
 
 
 def test_open_mpi_on_several_hosts_needs_an_address():
@@ -190,8 +193,8 @@ def test_open_mpi_on_several_hosts_needs_an_address():
     env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     env |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "12345"}
     with pytest.raises(ValueError, match="not where they meet: set MASTER_ADDR and MASTER_PORT"):
-        World.from_env(env)
-    assert World.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rendezvous.address == "10.0.0.1"
+        detect_world(env)
+    assert detect_world(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rendezvous.address == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -207,16 +210,16 @@ def test_open_mpi_4_on_several_hosts_meets_on_the_first_host_with_ranks(nodes, n
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     env |= {"OMPI_MCA_ess_base_jobid": "12345", "OMPI_MCA_orte_node_regex": nodes}
     env |= {"OMPI_MCA_orte_num_nodes": str(num_nodes)}
-    rendezvous = World.from_env(env | {"OMPI_COMM_WORLD_RANK": "1"}).rendezvous
+    rendezvous = detect_world(env | {"OMPI_COMM_WORLD_RANK": "1"}).rendezvous
     assert rendezvous.address == host
     env |= {"OMPI_COMM_WORLD_RANK": "0"}
-    assert World.from_env(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon};tcp://h:1"}).rendezvous == rendezvous
+    assert detect_world(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon};tcp://h:1"}).rendezvous == rendezvous
     with pytest.raises(ValueError, match="not where they meet"):
-        World.from_env(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon + 1};tcp://h:1"})
+        detect_world(env | {"OMPI_MCA_orte_local_daemon_uri": f"7.{daemon + 1};tcp://h:1"})
 
 
 def test_inside_an_allocation_but_outside_a_step_the_world_has_one_rank():
-    assert World.from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
+    assert detect_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,7 @@ def test_inside_an_allocation_but_outside_a_step_the_world_has_one_rank():
 )
 def test_invalid_values_are_named(env, words):
     with pytest.raises(ValueError) as caught:
-        World.from_env(env)
+        detect_world(env)
     for word in words:
         assert word in str(caught.value)
 
@@ -275,7 +278,7 @@ def test_a_world_survives_a_round_trip_through_the_environment():
         launcher="hora",
         rendezvous=RendezvousEndpoint(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
     )
-    assert World.from_env(world.to_env()) == world
+    assert detect_world(variables_of(world)) == world
 
 
 def test_a_rendezvous_of_the_users_own_program():
@@ -287,14 +290,14 @@ def test_a_rendezvous_of_the_users_own_program():
         "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234",
     }
     with pytest.raises(ValueError, match="no secret to authenticate with"):
-        World.from_env(env)
-    world = World.from_env({**env, "HORA_SECRET_FILE": "/s"})
+        detect_world(env)
+    world = detect_world({**env, "HORA_SECRET_FILE": "/s"})
     assert (world.rendezvous.kind, world.rendezvous.endpoint, world.rendezvous.planned) == (
         "hora",
         "10.0.0.1:1234",
         True,
     )
     assert not world.elastic  # the program itself assigns ranks
-    assert World.from_env({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).rendezvous.kind == "none"
-    elsewhere = World.from_env({**env, "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"})
+    assert detect_world({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).rendezvous.kind == "none"
+    elsewhere = detect_world({**env, "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"})
     assert elsewhere.rendezvous.endpoint == "10.0.0.2:5"

@@ -29,6 +29,7 @@ from hora.launch.options import Options
 from hora.launch.processes import module_command
 from hora.launch.slots import HostInfo, parse_host_files, place_ranks, slots_by_host
 from hora.net import sockets
+from hora.platforms import lsf, slurm
 
 _USAGE = """usage: hora mpirun -np N [-H host:slots,…] [Open MPI's options] command [args ...]
        hora mpirun --install DIR     write mpirun and mpiexec into a folder, for scripts that call them"""
@@ -71,7 +72,7 @@ def _run(argv: Sequence[str]) -> None:
         print(f"mpirun (Hora {version()}, which takes the command line of Open MPI)")
         return
     # In a scheduler's allocation (Slurm, LSF) a line without hosts means all of it, as for Open MPI.
-    allocated = not parsed.hosts and bool(environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID"))
+    allocated = not parsed.hosts and bool(slurm.job(environ) or lsf.in_job(environ))
     placed = [] if allocated else parsed.placed(len(os.sched_getaffinity(0)))
     if parsed.num_proc is None and not parsed.hosts and not allocated:
         _say(f"no -np and no hosts: one process for each of {len(placed)} cores")

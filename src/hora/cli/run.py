@@ -17,6 +17,7 @@ from hora.cli.exit_status import exit_status_of
 from hora.foreign_horovod import foreign_message
 from hora.launch.environment import variables
 from hora.launch.options import Options, all_options, build_parser, parse
+from hora.platforms import slurm
 from hora.version import horovod_version, version
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _check_hosts(options: Options) -> None:
     from hora.launch.start import find_hosts
 
     environ = variables()
-    told_later = options.joins or options.host_discovery_script is not None or "SLURM_JOB_ID" in environ
+    told_later = options.joins or options.host_discovery_script is not None or bool(slurm.job(environ))
     if told_later or environ.get("HORA_TRANSPORT") == "tcp":
         return
     names = {host.hostname for host in find_hosts(options, environ)}

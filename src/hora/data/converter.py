@@ -27,7 +27,7 @@ import numpy as np
 
 from hora.config import on_databricks
 from hora.data.shard import POOL_BYTES, DatasetShard, Rows, Transformation
-from hora.world import place_variables
+from hora.platforms.detect import place_variables
 
 if TYPE_CHECKING:
     import torch

@@ -23,6 +23,7 @@ from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.memory import keep_freed_memory
 from hora.net.client import ControlClient
+from hora.platforms.detect import detect_world, export
 from hora.requirements import advisories
 from hora.telemetry.meters import meter, meter_data_loaders
 from hora.telemetry.reporter import Reporter
@@ -51,7 +52,7 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
     with _lock:
         if _runtime is not None:
             return
-        place = World.from_env() if world is None else world
+        place = detect_world() if world is None else world
         config = EngineConfig.from_env()
         if dynamic:
             config = replace(config, dynamic_process_sets=True)
@@ -133,7 +134,7 @@ def is_newcomer(place: World | None = None) -> bool:
 
 def _as_told(world: World) -> World:
     """Return the world to report: for a newcomer, the one with its device and its future rank."""
-    return World.from_env() if is_newcomer(world) else world
+    return detect_world() if is_newcomer(world) else world
 
 
 def _advice_of_elastic_job() -> str:
@@ -232,7 +233,7 @@ def _next_place(place: World, config: EngineConfig) -> World:
     if renewed is None:
         log.info("this worker has no place in the new world and ends")
         raise SystemExit(0)
-    renewed.export()
+    export(renewed)
     return renewed
 
 
@@ -257,7 +258,7 @@ def control_connection() -> ControlClient | None:
 
 
 def _place() -> World:
-    return _runtime.world if _runtime is not None else _last_place or World.from_env()
+    return _runtime.world if _runtime is not None else _last_place or detect_world()
 
 
 def is_initialized() -> bool:

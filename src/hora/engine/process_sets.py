@@ -44,7 +44,7 @@ _FIRST_GROUP = 2**32  # numbers of groups
 
 
 class SetsRuntime(Protocol):
-    """What process sets need of their world's runtime."""
+    """The part of a `Runtime` that its process sets use."""
 
     world: World
     config: EngineConfig

@@ -42,7 +42,8 @@ from hora.net.key_value_store import KeyValueStore, grouped
 from hora.net.keys import RankKeys, read_secret_file, world_secret
 from hora.net.sockets import interface_address, listening_address
 from hora.net.wire import Credentials, derived_secret
-from hora.world import RendezvousEndpoint, World, master_address, user_secret_file
+from hora.platforms.detect import master_address, user_secret_file
+from hora.world import RendezvousEndpoint, World
 
 _PAUSE_S = 0.1
 _OURS = 1 + secrets.randbits(62)  # this process's number

@@ -12,6 +12,7 @@ import threading
 
 from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
+from hora.platforms.detect import detect_world
 from hora.world import World
 
 _MAX_CHARACTERS = 4000
@@ -42,7 +43,7 @@ def _connected(world: World) -> ControlClient:
 def log_to_driver(message: object) -> None:
     """Show a message (its first 4000 characters) where the job was started: a notebook's cell, a terminal."""
     text = str(message)[:_MAX_CHARACTERS]
-    world = World.from_env()
+    world = detect_world()
     if world.rendezvous.kind != "hora":
         print(text, flush=True)
         return

@@ -20,6 +20,7 @@ from typing import Any
 
 from hora.config import EngineConfig
 from hora.launch.limits import SILENCE_S
+from hora.platforms import lsf
 from hora.spelling import Parser, did_you_mean
 
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
@@ -437,7 +438,7 @@ def parse(
             if getattr(args, name) is None and not chosen:
                 setattr(args, name, value)
     options = Options.from_args(args, environ)
-    if args.num_proc is None and not options.joins and not environ.get("LSB_JOBID"):
+    if args.num_proc is None and not options.joins and not lsf.in_job(environ):
         parser.error("-np is missing: say how many processes to start, for example -np 2")
     return args, options
 

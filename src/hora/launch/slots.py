@@ -8,14 +8,12 @@ Spark tasks. Not here: whether a host is this machine (`net.sockets`), how to re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from hora.world import RendezvousEndpoint, World
-
-DEFAULT_PORT = 29500  # of the first node, for the others
 
 # A leading dash would make a name look like an option to ssh.
 _HOST = re.compile(r"(?!-)([\w.-]+):([0-9]+)")
@@ -42,28 +40,6 @@ class HostInfo:
 
     def __str__(self) -> str:
         return f"{self.hostname}:{self.slots}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeSpec:
-    """Node `index` of `num_nodes`; all connect to `host` and `port`. `slots`: processes here, None if unknown."""
-
-    num_nodes: int
-    index: int
-    host: str
-    port: int = DEFAULT_PORT
-    slots: int | None = None
-    name: str = ""
-    platform: str = "flags"
-
-    def __post_init__(self) -> None:
-        if self.num_nodes < 1 or not 0 <= self.index < self.num_nodes:
-            raise ValueError(
-                f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names "
-                "this one"
-            )
-        if not 0 < self.port < 65536:
-            raise ValueError(f"the nodes' port must lie in 1..65535, but it is {self.port} ({self.platform})")
 
 
 @dataclass(frozen=True)
@@ -145,14 +121,6 @@ def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_p
         )
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
     return place_ranks(list(islice((name for name, count in slots.items() for _ in range(count)), size)))
-
-
-def lsf_hosts(environ: Mapping[str, str]) -> list[HostInfo]:
-    """Return the hosts of the current LSF job, without the launch node that jsrun's machines put first."""
-    words = environ.get("LSB_MCPU_HOSTS", "").split()  # hostA 4 hostB 4
-    hosts = [HostInfo.from_string(f"{name}:{slots}") for name, slots in zip(words[::2], words[1::2], strict=False)]
-    launch_node = len(hosts) > 1 and hosts[0].slots == 1 and all(host.slots > 1 for host in hosts[1:])
-    return hosts[launch_node or "CSM_ALLOCATION_ID" in environ :]
 
 
 def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = None) -> list[Slot]:

@@ -23,9 +23,10 @@ from hora.launch.options import Options
 from hora.launch.processes import ended_by_signals
 from hora.launch.providers.base import Provider
 from hora.launch.providers.local import ThisMachine
-from hora.launch.slots import HostInfo, get_host_assignments, lsf_hosts, parse_host_files, parse_hosts
+from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.net import sockets
 from hora.net.wire import new_secret
+from hora.platforms import lsf, slurm
 
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
@@ -104,13 +105,13 @@ def _choose(
 
         agents, joining = serve_nodes(options, environ, leadership)
         return joining, agents
-    if environ.get("SLURM_JOB_ID"):
+    if slurm.job(environ):
         from hora.launch.providers.slurm import SlurmNodes, allocation
 
         allocated = allocation(options, environ)
         if allocated is not None:
-            slurm = SlurmNodes(allocated, environ)
-            return slurm, _serve(slurm, options, allocated.address(), nodes=True)
+            provider: Provider = SlurmNodes(allocated, environ)
+            return provider, _serve(provider, options, allocated.address(), nodes=True)
     hosts = find_hosts(options, environ) if script is None else script.run()
     if not options.elastic:  # the others are not needed
         slots = get_host_assignments(hosts, *[options.num_proc or sum(host.slots for host in hosts)] * 2)
@@ -158,8 +159,8 @@ def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
         return parse_hosts(parse_host_files(options.hostfile))
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    if environ.get("LSB_JOBID") and (allocated := lsf_hosts(environ)):
-        return allocated
+    if lsf.in_job(environ) and (allocated := lsf.hosts(environ)):
+        return [HostInfo.from_string(f"{name}:{slots}") for name, slots in allocated]
     return [HostInfo("localhost", options.num_proc or 1)]
 
 

@@ -28,7 +28,7 @@ from hora.launch.limits import CONNECT_S
 from hora.launch.pickling import pickle_exception, pickle_result
 from hora.launch.processes import enter, name_process
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
-from hora.world import World
+from hora.platforms.detect import detect_world
 
 _FETCH_LIMIT_S = 600.0
 
@@ -75,7 +75,7 @@ def run_forked(env: Mapping[str, str]) -> NoReturn:
 
 def main() -> int:
     """Fetch the function, run it and send its result; return the exit status."""
-    world = World.from_env()
+    world = detect_world()
     name = f"worker {world.worker}"
     client = ControlClient.connect(world.rendezvous, name=name, worker=world.worker, timeout_s=CONNECT_S)
     with contextlib.closing(client):

@@ -1,7 +1,7 @@
 """Environment access for old names; the only module of this package that reads the environment.
 
-Only old code reads rank and size this way (`horovod.runner.common.util.env`). Hora uses `World.from_env`, which
-supports more launchers and validates the values.
+Only old code reads rank and size this way (`horovod.runner.common.util.env`). Hora uses
+`platforms.detect.detect_world`, which supports more launchers and validates the values.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from hora.config import changed_environment
+from hora.platforms import lsf
 
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 # Variables that belong to a shell or a host and are not sent to other hosts.
@@ -54,7 +55,7 @@ class LSFUtils:
 
     @staticmethod
     def using_lsf() -> bool:
-        return "LSB_JOBID" in os.environ
+        return lsf.in_job(os.environ)
 
 
 def env_without_world() -> dict[str, str]:

@@ -27,6 +27,7 @@ from hora.net.keys import read_held_secret
 from hora.net.messages import Pong
 from hora.net.requests import Request
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Credentials, Header, connect, cut_parts
+from hora.platforms.detect import detect_world
 from hora.world import RendezvousEndpoint, World
 
 # A worker finds its function and the search path of the caller's modules under these keys.
@@ -226,7 +227,7 @@ class ControlClient:
         if header.get("error") == "removed":
             return None
         env = {str(key): str(value) for key, value in header["world"].items()}
-        renewed = World.from_env(env | {"HORA_SECRET_FILE": self._endpoint.secret_file})
+        renewed = detect_world(env | {"HORA_SECRET_FILE": self._endpoint.secret_file})
         return replace(renewed, rendezvous=self._endpoint, hostname=world.hostname, worker=world.worker)
 
     def on_notice(self, listener: Callable[[Notice], None]) -> None:

@@ -23,6 +23,7 @@ from hora.net.key_value_store import NAME_CHARACTERS, Call, KeyValueStore
 from hora.net.keys import rank_keys, world_secret
 from hora.net.server import Peer
 from hora.net.wire import Credentials, Header, worker_key
+from hora.platforms.horovod import variables_of
 from hora.world import World
 
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
@@ -250,7 +251,7 @@ class Rendezvous(KeyValueStore):
         if world is None:
             call.answer(error="removed", message=f"generation {self.generation} has no place for this worker")
         else:
-            call.answer(world=world.to_env(), **self._stamp)
+            call.answer(world=variables_of(world), **self._stamp)
 
     def _broadcast(self, notice: Header) -> None:
         notice = {**notice, **self._stamp}

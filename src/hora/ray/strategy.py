@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hora.launch.environment import set_variables, variables
 from hora.launch.providers.ray.actor import ActorProcess, node_id, this_process
 from hora.launch.slots import visible_gpus
+from hora.platforms.detect import keep_secret
 from hora.ray import ray_logger
-from hora.world import keep_secret
 
 Bundle = Mapping[str, float]
 

@@ -21,8 +21,8 @@ from hora.launch.job import JobResult
 from hora.launch.providers.spark.cluster import assigned_gpus, connect_session, forwarded_variables, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
+from hora.platforms.detect import detect_world
 from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
-from hora.world import World
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -92,6 +92,6 @@ def _run_script(path: str, *args: Any) -> None:
 
 def _run_on_node(function: Callable[..., Any], use_gpu: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Call the function where the Spark task is a node of its own, as torchrun has it below pyspark's class."""
-    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(World.from_env().rank)}
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(detect_world().rank)}
     set_variables(node | {_VISIBLE: ",".join(assigned_gpus()) if use_gpu else ""})
     return function(*args, **kwargs)

@@ -27,7 +27,7 @@ from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variab
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.launcher import SparkJob, slots_of
 from hora.launch.start import start
-from hora.world import World
+from hora.platforms.detect import detect_world
 
 _ELASTIC_ROOM = "hora.torch.elastic"
 _VERBOSITIES = ("log_callback_only", "all")
@@ -180,7 +180,7 @@ def _run_on_spark(
 def _call_for_rank_0(main: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call the function and drop the values of other ranks, which `run` does not return."""
     value = main(*args, **kwargs)
-    return value if World.from_env().rank == 0 else None
+    return value if detect_world().rank == 0 else None
 
 
 def pickle_for_rank_0(main: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> bytes:

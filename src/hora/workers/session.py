@@ -13,6 +13,7 @@ from typing import Any
 from hora.launch.agent.protocol import Exited
 from hora.launch.controller.output import LogFile, OutputWriter
 from hora.launch.job import OutputOptions
+from hora.platforms.horovod import variables_of
 from hora.workers.backend import (
     GRACE_S,
     ORDER_VARIABLE,
@@ -31,7 +32,7 @@ _STOP_SLACK_S = 10.0
 _CHECK_S = 1.0  # how often a wait asks whether its caller still waits
 # Variables that describe this process's own job; workers must not inherit them.
 _NOT_INHERITED = (
-    *World().to_env(),
+    *variables_of(World()),
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HORA_SECRET_FILE",

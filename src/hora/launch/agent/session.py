@@ -19,10 +19,10 @@ from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ThreadedLink, guarded
 from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Welcome
 from hora.launch.limits import CONNECT_S, THREAD_END_S
-from hora.launch.slots import NodeSpec
 from hora.net.messages import pack, unpack
 from hora.net.session import ClientSession
 from hora.net.wire import Connection, Credentials, connect
+from hora.platforms.node import Node
 from hora.version import version
 
 _RETRY_S = 0.5
@@ -61,7 +61,7 @@ def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str)
     )
 
 
-def serve(place: NodeSpec, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
+def serve(place: Node, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
     """Run the agent of this node until the job is over; return the job's exit status.
 
     Raises TimeoutError if no controller answers in time, RuntimeError if it refuses or is lost. `listening`: the
@@ -75,7 +75,7 @@ def serve(place: NodeSpec, credentials: Credentials, *, limit_s: float, listenin
 
 
 def join(
-    place: NodeSpec, credentials: Credentials, *, limit_s: float, listening: bool = False
+    place: Node, credentials: Credentials, *, limit_s: float, listening: bool = False
 ) -> tuple[ClientSession, Welcome]:
     """Connect as soon as the controller listens, introduce this node, and return the controller's answer."""
     deadline, where = time.monotonic() + limit_s, f"{place.host}:{place.port}"
@@ -113,7 +113,7 @@ def join(
             time.sleep(_RETRY_S if session is None else _AGAIN_S)
 
 
-def _introduce(session: ClientSession, place: NodeSpec) -> Welcome:
+def _introduce(session: ClientSession, place: Node) -> Welcome:
     """Return the controller's welcome. RuntimeError: it refuses; EOFError or ConnectionError: it disconnects."""
     name = place.name or socket.gethostname()
     session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
@@ -143,7 +143,7 @@ def main() -> int:
     guarded()
     given = json.loads(invitation)
     (host, port), number, name = given["where"], given["speaker"], given["name"]
-    place = NodeSpec(num_nodes=number + 1, index=number, host=host, port=port, slots=given["slots"], name=name)
+    place = Node(num_nodes=number + 1, index=number, host=host, port=port, slots=given["slots"], name=name)
     try:
         credentials = Credentials(bytes.fromhex(given["key"]), "nodes", number)
         serve(place, credentials, limit_s=given["limit_s"], listening=True)

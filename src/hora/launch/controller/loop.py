@@ -60,6 +60,7 @@ from hora.net.rendezvous import Rendezvous
 from hora.net.requests import Raised
 from hora.net.sockets import is_local
 from hora.net.wire import new_secret, worker_key
+from hora.platforms.horovod import variables_of
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
@@ -525,7 +526,7 @@ class _Controller(Observation):
                 "PYTHONUNBUFFERED": "1",
                 **reporting,
                 **job.host_env.get(slot.hostname, {}),
-                **self._world(number, slot, generation).to_env(),
+                **variables_of(self._world(number, slot, generation)),
             }
             spec = WorkerSpec(
                 worker=number,

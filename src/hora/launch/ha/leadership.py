@@ -30,9 +30,9 @@ from hora.launch.ha.store import AuthenticatedStore, Contents, JobStore, LeaderT
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.processes import ended_by_signals, module_command
-from hora.launch.slots import NodeSpec
 from hora.net import sockets
 from hora.net.wire import derived_secret, new_secret
+from hora.platforms.node import Node
 
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
@@ -177,7 +177,7 @@ _AGENT_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
 class ElectionLoop:
     """The process of a node: follows the leader and stands for election. ValueError: the store's URL is invalid."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str], place: NodeSpec, secret: bytes) -> None:
+    def __init__(self, options: Options, environ: Mapping[str, str], place: Node, secret: bytes) -> None:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
         # All nodes derive the same keys, which reveal nothing about the job.
         self._job = derived_secret(secret, f"hora store {place.host}:{place.port}").hex()[:24]

@@ -1,18 +1,14 @@
 """Jobs that are started by the same command on every node.
 
 `serve_nodes` accepts the nodes of such a job; `serve_node` runs the agent of every node but the first. `find_place`
-reads the node's place from flags, or from the variables of the platform.
+reads the node's place from flags, or from the variables of the platform (`hora.platforms`).
 """
 
 from __future__ import annotations
 
-import glob
-import json
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
@@ -20,10 +16,11 @@ from hora.launch.controller.agents import Agents, credentials
 from hora.launch.job import LeadershipLostError
 from hora.launch.options import Options
 from hora.launch.providers.base import Order, StartError
-from hora.launch.slots import DEFAULT_PORT, HostInfo, NodeSpec, lsf_hosts
+from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.net.keys import read_secret_file
-from hora.world import slurm_nodes
+from hora.platforms.detect import detect_node
+from hora.platforms.node import DEFAULT_PORT, Node
 
 if TYPE_CHECKING:
     from hora.launch.ha.leadership import Leadership
@@ -31,12 +28,12 @@ if TYPE_CHECKING:
 _RETURN_LIMIT_S = 10.0
 
 
-def find_place(options: Options, environ: Mapping[str, str], hostname: str = "") -> NodeSpec:
+def find_place(options: Options, environ: Mapping[str, str], hostname: str = "") -> Node:
     """Return this node's place. Raises ValueError if it is unknown or incomplete. `hostname`: this machine's."""
     hostname = hostname or socket.gethostname()
     num_nodes, index, meet, found = options.num_nodes, options.node_rank, options.meet, None
     if num_nodes is None or index is None:
-        found = next((read(environ, hostname) for name, read in _PLATFORMS.items() if name in environ), None)
+        found = detect_node(environ, hostname)
     if found is None:
         if num_nodes is None or index is None or (meet or environ.get("MASTER_ADDR")) is None:
             missing = "--nnodes" if num_nodes is None else "--node-rank" if index is None else "--meet HOST:PORT"
@@ -44,7 +41,7 @@ def find_place(options: Options, environ: Mapping[str, str], hostname: str = "")
                 f"{missing} is missing: no variables of Kubeflow, SkyPilot, Slurm, LSF, PBS, SageMaker, Open MPI or "
                 "PMI tell which node this is"
             )
-        found = NodeSpec(num_nodes=num_nodes, index=index, host="")
+        found = Node(num_nodes=num_nodes, index=index, host="")
     host, port = _host_and_port(meet, found, environ)
     num_nodes = found.num_nodes if num_nodes is None else num_nodes
     slots = options.slots or found.slots
@@ -54,7 +51,7 @@ def find_place(options: Options, environ: Mapping[str, str], hostname: str = "")
     return replace(found, num_nodes=num_nodes, index=index, host=host, port=port, slots=slots, name=name)
 
 
-def _host_and_port(meet: str | None, found: NodeSpec, environ: Mapping[str, str]) -> tuple[str, int]:
+def _host_and_port(meet: str | None, found: Node, environ: Mapping[str, str]) -> tuple[str, int]:
     if meet is None and found.host:
         return found.host, found.port
     text = meet if meet is not None else environ.get("MASTER_ADDR", "")
@@ -67,126 +64,6 @@ def _host_and_port(meet: str | None, found: NodeSpec, environ: Mapping[str, str]
     if not port.isdecimal() or not host:
         raise ValueError(f"--meet takes HOST:PORT, but it is {text!r}")
     return host, int(port)
-
-
-# ---- platforms ---------------------------------------------------------------------------------------------------
-
-
-def _text(environ: Mapping[str, str], name: str, platform: str) -> str:
-    if not environ.get(name):
-        raise ValueError(f"{name} is not set although other variables of {platform} are; set it, or use flags")
-    return environ[name]
-
-
-def _number(environ: Mapping[str, str], name: str, platform: str) -> int:
-    text = _text(environ, name, platform)
-    if not text.strip().isdecimal():
-        raise ValueError(f"{name} must be a whole number, but it is {text!r} ({platform})")
-    return int(text)
-
-
-def _gpus(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the number of GPUs of this node, None if there are none."""
-    text = environ.get(name, "")
-    return int(text) or None if text.isdecimal() else None
-
-
-def _kubeflow(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    wanted = environ.get("PET_NPROC_PER_NODE", "auto")
-    num_cores, num_gpus = len(os.sched_getaffinity(0)), _count_gpus(environ)
-    by_word = {"cpu": num_cores, "gpu": num_gpus, "auto": num_gpus or num_cores}
-    if wanted not in by_word and not wanted.isdecimal():
-        raise ValueError(f"PET_NPROC_PER_NODE must be a number, auto, gpu or cpu, but it is {wanted!r}")
-    return NodeSpec(
-        num_nodes=_number(environ, "PET_NNODES", "Kubeflow"),
-        index=_number(environ, "PET_NODE_RANK", "Kubeflow"),
-        slots=by_word[wanted] if wanted in by_word else int(wanted),
-        host=_text(environ, "PET_MASTER_ADDR", "Kubeflow"),
-        port=_number(environ, "PET_MASTER_PORT", "Kubeflow") if "PET_MASTER_PORT" in environ else DEFAULT_PORT,
-        platform="Kubeflow",
-    )
-
-
-def _skypilot(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    return NodeSpec(
-        num_nodes=_number(environ, "SKYPILOT_NUM_NODES", "SkyPilot"),
-        index=_number(environ, "SKYPILOT_NODE_RANK", "SkyPilot"),
-        slots=_gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE"),
-        host=_text(environ, "SKYPILOT_NODE_IPS", "SkyPilot").split()[0],
-        platform="SkyPilot",
-    )
-
-
-def _slurm(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    if "SLURM_NODEID" not in environ:
-        raise ValueError(
-            "--join inside a Slurm job is for `srun --ntasks-per-node=1 hora run --join …`; leave --join out"
-        )
-    nodes = slurm_nodes(environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST", "Slurm"))
-    job = environ.get("SLURM_JOB_ID", "0")
-    return NodeSpec(
-        num_nodes=len(nodes),
-        index=_number(environ, "SLURM_NODEID", "Slurm"),
-        slots=_gpus(environ, "SLURM_GPUS_ON_NODE"),
-        host=nodes[0],
-        port=20000 + int(job) % 20000 if job.isdecimal() else DEFAULT_PORT,
-        name=environ.get("SLURMD_NODENAME", ""),
-        platform="Slurm",
-    )
-
-
-def _listed(names: list[str], own: str, platform: str) -> NodeSpec:
-    """Read a list with one name per slot, in which a node may appear several times."""
-    nodes = list(dict.fromkeys(names))
-    short = [name.partition(".")[0] for name in nodes]
-    if own.partition(".")[0] not in short:
-        raise ValueError(f"this machine, {own}, is not among the {platform} nodes {', '.join(nodes) or '(none)'}")
-    index = short.index(own.partition(".")[0])
-    return NodeSpec(
-        num_nodes=len(nodes), index=index, slots=names.count(nodes[index]), host=nodes[0], name=own, platform=platform
-    )
-
-
-def _lsf(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    names = [host.hostname for host in lsf_hosts(environ) for _ in range(host.slots)]
-    return _listed(names, hostname, "LSF")
-
-
-def _pbs(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    path = _text(environ, "PBS_NODEFILE", "PBS")
-    try:
-        with open(path, encoding="utf-8") as file:
-            names = file.read().split()
-    except OSError as error:
-        raise ValueError(f"cannot read PBS_NODEFILE={path}: {error.strerror}") from None
-    return _listed(names, hostname, "PBS")
-
-
-def _sagemaker(environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    hosts = json.loads(_text(environ, "SM_HOSTS", "SageMaker"))
-    place = _listed(hosts, _text(environ, "SM_CURRENT_HOST", "SageMaker"), "SageMaker")
-    return replace(place, slots=_gpus(environ, "SM_NUM_GPUS"))
-
-
-def _mpi(platform: str, rank: str, size: str, local: str, environ: Mapping[str, str], hostname: str) -> NodeSpec:
-    """Read the variables of an MPI launcher with one process per node. It knows the address only on one machine."""
-    num_nodes, index = _number(environ, size, platform), _number(environ, rank, platform)
-    host = "127.0.0.1" if environ.get(local) == str(num_nodes) else ""
-    return NodeSpec(num_nodes=num_nodes, index=index, host=host, platform=platform)
-
-
-_PLATFORMS: dict[str, Callable[[Mapping[str, str], str], NodeSpec]] = {
-    "PET_NNODES": _kubeflow,
-    "SKYPILOT_NODE_RANK": _skypilot,
-    "OMPI_COMM_WORLD_SIZE": partial(
-        _mpi, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    ),
-    "PMI_SIZE": partial(_mpi, "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    "SLURM_JOB_ID": _slurm,
-    "LSB_MCPU_HOSTS": _lsf,
-    "PBS_NODEFILE": _pbs,
-    "SM_HOSTS": _sagemaker,
-}
 
 
 class JoiningNodes:
@@ -275,13 +152,6 @@ def serve_node(
     return serve(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
 
 
-def _count_gpus(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
-    return len(glob.glob("/dev/nvidia[0-9]*"))
-
-
 def read_secret(options: Options) -> bytes:
     if options.secret_file is None:
         raise ValueError(
@@ -294,7 +164,7 @@ def read_secret(options: Options) -> bytes:
         raise ValueError(str(error)) from None
 
 
-def _meeting_address(place: NodeSpec) -> tuple[str, int]:
+def _meeting_address(place: Node) -> tuple[str, int]:
     """Return the address at which the first node listens.
 
     A name that is this machine's only to itself (127.0.1.1) is none that others reach.

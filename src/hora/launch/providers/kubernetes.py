@@ -14,7 +14,7 @@ from typing import Any
 
 from hora.launch.agent.agent import LEFT
 from hora.launch.providers.manifest_patch import Manifest, patched
-from hora.launch.slots import DEFAULT_PORT
+from hora.platforms.node import DEFAULT_PORT
 
 KINDS = ("job", "jobset", "trainjob", "mpijob")
 GANGS = ("volcano",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +12,9 @@ from hora.launch.processes import output_of
 from hora.launch.providers.base import Commands, Order, StartError
 from hora.launch.slots import HostInfo
 from hora.net import sockets
-from hora.world import slurm_counts, slurm_nodes
+from hora.platforms import slurm
 
 _ASK_LIMIT_S = 30.0
-# The step differs from the batch script's request: one task per node, with all of the node's resources.
-_NOT_FOR_THE_STEP = re.compile(
-    r"SLURM_(NTASKS(_PER_(NODE|CORE|GPU|SOCKET))?|NPROCS|(CPUS|GPUS|TRES)_PER_TASK|TASKS_PER_NODE)"
-    r"(_(HET|PACK)_GROUP_\d+)?"  # of a component: the new and the old name of the same
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Component:
-    """A component of an allocation: nodes that were requested together.
-
-    `counts`: tasks and cores of each node. `gpus_per_task`: if GPUs were requested per task.
-    """
-
-    nodes: tuple[str, ...]
-    counts: tuple[tuple[int, int], ...] = ()
-    gpus_per_task: str = ""
-
-    def gpus_of(self, node: str) -> str:
-        """Return the GPUs of all tasks of a node, which a step with fewer tasks must request; "" if it has them."""
-        return _times(self.gpus_per_task, self.counts[self.nodes.index(node)][0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +23,7 @@ class Allocation:
 
     job: str
     hosts: tuple[HostInfo, ...]
-    components: tuple[Component, ...]
+    components: tuple[slurm.Component, ...]
 
     def address(self) -> str:
         """Return this machine's address for the nodes."""
@@ -60,53 +38,16 @@ class Allocation:
 
 def allocation(options: Options, environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation for a job: the current one, unless hosts are named or it is only this machine."""
-    job = environ.get("SLURM_JOB_ID")
+    job = slurm.job(environ)
     named = options.hosts or options.hostfile or options.host_discovery_script
-    in_a_step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")) is not None
-    if not job or named or in_a_step or shutil.which("srun", path=environ.get("PATH")) is None:
+    if not job or named or slurm.in_step(environ) or shutil.which("srun", path=environ.get("PATH")) is None:
         return None
-    suffixes = _suffixes(environ)
-    nodes = [name for suffix in suffixes for name in _nodes(environ, suffix)]
-    if not nodes or nodes == [environ.get("SLURMD_NODENAME")]:  # a batch script on its only node
+    nodes = slurm.job_nodes(environ)
+    if not nodes or nodes == [slurm.own_node(environ)]:  # a batch script on its only node
         return None
-    components = tuple(_component(environ, suffix) for suffix in suffixes)
+    components = tuple(slurm.components(environ))
     counts = [count for component in components for count in component.counts]
     return Allocation(job=job, hosts=_slots(nodes, counts, options.num_proc), components=components)
-
-
-def _suffixes(environ: Mapping[str, str]) -> list[str]:
-    """Return the suffixes of Slurm's variable names: nothing, or the number of a heterogeneous job's component."""
-    size = environ.get("SLURM_HET_SIZE", "")
-    return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() and int(size) > 1 else [""]
-
-
-def _nodes(environ: Mapping[str, str], suffix: str) -> list[str]:
-    return slurm_nodes(environ.get(f"SLURM_JOB_NODELIST{suffix}") or environ.get(f"SLURM_NODELIST{suffix}") or "")
-
-
-def _component(environ: Mapping[str, str], suffix: str) -> Component:
-    nodes = _nodes(environ, suffix)
-    tasks = slurm_counts(environ.get(f"SLURM_TASKS_PER_NODE{suffix}", "")) or [1] * len(nodes)
-    cores = slurm_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "")) or tasks
-    for name, counts in (("SLURM_TASKS_PER_NODE", tasks), ("SLURM_JOB_CPUS_PER_NODE", cores)):
-        if len(counts) != len(nodes):
-            raise ValueError(
-                f"{name}{suffix} speaks of {len(counts)} nodes, but the Slurm job has {len(nodes)}: {', '.join(nodes)}"
-            )
-    gpus = environ.get(f"SLURM_GPUS_PER_TASK{suffix}", "")
-    _times(gpus, 1)  # raises ValueError now
-    return Component(nodes=tuple(nodes), counts=tuple(zip(tasks, cores, strict=True)), gpus_per_task=gpus)
-
-
-def _times(gpus: str, number: int) -> str:
-    """`2` or `a100:1,v100:2`, so many times."""
-    many = []
-    for entry in filter(None, gpus.split(",")):
-        kind, colon, count = entry.rpartition(":")
-        if not count.isdecimal():
-            raise ValueError(f"SLURM_GPUS_PER_TASK must look like 2 or a100:1 but is {gpus!r}")
-        many.append(f"{kind}{colon}{int(count) * number}")
-    return ",".join(many)
 
 
 def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None) -> tuple[HostInfo, ...]:
@@ -133,7 +74,7 @@ class SlurmNodes:
 
     def __init__(self, allocated: Allocation, environ: Mapping[str, str]) -> None:
         self._allocated = allocated
-        self._env = {name: value for name, value in environ.items() if not _NOT_FOR_THE_STEP.fullmatch(name)}
+        self._env = slurm.for_a_step(environ)
         self._commands = Commands()
 
     def hosts(self) -> Sequence[HostInfo]:

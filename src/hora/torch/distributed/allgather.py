@@ -17,7 +17,7 @@ from hora.torch.distributed.work import Work
 
 
 class Allgather(RepeatedCalls):
-    """What all members have, for all or for one. A gather of much data is an alltoall in which one member receives."""
+    """All members' tensors, for all or for one. A gather of much data is an alltoall in which one member receives."""
 
     def allgather(self, *given: Any, **named: Any) -> Work:
         if named or not given or type(given[-1]) is not AllgatherOptions:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hora import engine
 from hora.config import EngineConfig
 from hora.engine.rendezvous import close_store, world_of_store
+from hora.platforms.detect import detect_world
 from hora.requirements import require
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.distributed.live import remember
@@ -82,7 +83,7 @@ def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
             )
         return False
     try:
-        world = World.from_env()
+        world = detect_world()
     except ValueError:  # another launcher may set some of the variables
         world = World()
     if size == 1 and engine.is_newcomer(world):

@@ -1,4 +1,4 @@
-"""How far one step of a distributed optimizer has come."""
+"""The progress of one step of a distributed optimizer."""
 
 from __future__ import annotations
 

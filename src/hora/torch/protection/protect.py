@@ -12,6 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hora import engine
+from hora.platforms.detect import detect_world
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.elastic.state import notification_manager
 from hora.torch.protection.calls import Call
@@ -19,7 +20,6 @@ from hora.torch.protection.guard import Guard
 from hora.torch.protection.models import ProtectedModel, digest_of
 from hora.torch.protection.newcomers import Belongings
 from hora.torch.protection.protection import Protection
-from hora.world import World
 
 _ADVICE = "see docs/elastic.md"
 _active: list[_ProtectedLoop] = []
@@ -46,7 +46,7 @@ def protect(
     Raises:
         ValueError: If the loop cannot be protected, on every rank alike, with what to change.
     """
-    world = engine.current_runtime().world if engine.is_initialized() else World.from_env()
+    world = engine.current_runtime().world if engine.is_initialized() else detect_world()
     if not engine.has_elastic_launcher(world):
         if world.launcher == "hora" and world.size > 1:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from hora.launch import worker
 from hora.launch.environment import set_variables
-from hora.world import keep_secret
+from hora.platforms.detect import keep_secret
 
 
 @dataclass(frozen=True, kw_only=True)
