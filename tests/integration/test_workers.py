@@ -318,6 +318,9 @@ def test_workers_on_the_command_line(tmp_path):
     assert hora("list").stdout == ""
     assert "it must be NAME=VALUE, but it is 'A'" in hora("launch", "--code", "pass", "--env", "A", check=False).stderr
     assert "hora workers launch" in hora("await", check=False).stderr
+    for refused in (("-n", "0"), ("--strict", "--cpu", "1000")):
+        assert hora("launch", *refused, "--code", "pass", check=False).returncode in (1, 2)
+        assert hora("end").stdout == "there was no session\n"
     (worker,) = json.loads(
         hora("--json", "launch", "--code", "import time; print('up', flush=True); time.sleep(600)").stdout
     )

@@ -49,7 +49,7 @@ def test_without_ray_the_error_names_the_package(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[:2] in (["hora", "ray"], ["horovod", "ray"])]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match="pip install 'ray"):
+    with pytest.raises(ImportError, match=r"pip install 'hora-train\[ray"):
         importlib.import_module("horovod.ray")
 
 

@@ -260,7 +260,7 @@ def _gpus(facts: Facts) -> Finding:
 def _spark(facts: Facts) -> Finding:
     pyspark, java = facts["pyspark"], facts["java"]
     if pyspark is None:
-        return _note("pyspark is not installed; only HorovodRunner needs it (pip install pyspark pandas pyarrow)")
+        return _note(f"pyspark is not installed; only HorovodRunner needs it (pip install '{DISTRIBUTION}[spark]')")
     if too_old("pyspark", pyspark):
         floor = FLOORS["pyspark"]
         return _problem(f"pyspark {pyspark} is older than {floor}", f"pip install 'pyspark>={floor}'")

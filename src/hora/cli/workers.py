@@ -90,12 +90,18 @@ def _show(options: argparse.Namespace, workers: list[dict[str, Any]]) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    is_first = not _has_session()
     daemon.start(os.getcwd())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the table shows refused workers
-        request = {name: value for name, value in vars(options).items() if name not in ("act", "json")}
-        workers = api.launch_workers(**request | {"env": dict(options.env)})
-    _show(options, workers)
+    workers: list[dict[str, Any]] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the table shows refused workers
+            request = {name: value for name, value in vars(options).items() if name not in ("act", "json")}
+            workers = api.launch_workers(**request | {"env": dict(options.env)})
+        _show(options, workers)
+    finally:
+        if is_first and not any("id" in worker for worker in workers):
+            daemon.end(os.getcwd())
     return 0 if all("id" in worker for worker in workers) else 1
 
 

@@ -5,5 +5,5 @@ from hora.requirements import require
 try:
     import ray
 except ImportError as error:
-    raise ImportError(f"horovod.ray needs Ray ({error}): pip install 'ray>=2.9'") from error
+    raise ImportError(f"horovod.ray needs Ray ({error}): pip install 'hora-train[ray]'") from error
 require("ray", ray.__version__)

@@ -19,7 +19,7 @@ def _installed() -> Iterator[ModuleType]:
     names = [name for name in _MODULES if importlib.util.find_spec(name) is not None]
     if not names:
         raise ImportError(
-            "horovod.spark.lightning needs the package lightning or pytorch_lightning: pip install lightning"
+            "horovod.spark.lightning needs lightning or pytorch_lightning: pip install 'hora-train[lightning]'"
         )
     for name in names:
         yield importlib.import_module(_MODULES[name])

@@ -66,7 +66,7 @@ def active_cluster() -> Any | None:
     try:
         import pyspark
     except ImportError as error:
-        raise ImportError("running on Spark needs pyspark: pip install pyspark pandas pyarrow") from error
+        raise ImportError("running on Spark needs pyspark: pip install 'hora-train[spark]'") from error
     require("pyspark", pyspark.__version__)
     from pyspark.sql.utils import is_remote
 
