@@ -55,6 +55,7 @@ COMMANDS = {
     "doctor": Command(
         "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),
+    "report-bug": Command("hora.cli.report_bug:main", "write what a bug report needs into one file, without secrets"),
     "top": Command("hora.cli.watch:top", "show a running job in the terminal: hora top", "make_top_parser"),
     "view": Command(
         "hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora", "make_view_parser"
