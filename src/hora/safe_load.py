@@ -70,14 +70,12 @@ class Vocabulary:
 
     Each function takes a module and a name and returns None for an unknown one. `instance_class`: a class whose
     instances the file may contain; they are created without its constructor and then given their attributes. `value`:
-    an object that the file may refer to. `trusted`: a class or function of the user that the file may call. `rename`
-    maps old names to current ones.
+    an object that the file may refer to. `trusted`: a class or function of the user that the file may call.
     """
 
     instance_class: Callable[[str, str], type | None] = lambda module, name: None
     value: Callable[[str, str], Any] = lambda module, name: None
     trusted: Callable[[str, str], Any] = lambda module, name: None
-    rename: Callable[[str, str], Name] = lambda module, name: (module, name)
 
 
 @dataclass
@@ -507,7 +505,6 @@ class _Machine(_Unpickler):
     # ---- names, and what a file does with them --------------------------------------------------------------
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = self._vocabulary.rename(module, name)
         if (module, name) in _NAMES:
             return _NAMES[module, name]
         for known in (self._vocabulary.trusted, self._vocabulary.value, self._vocabulary.instance_class):

@@ -223,7 +223,7 @@ def test_signature_probe():
 
 PARENT = """
 import os, sys, time
-from hora.launch.workers import launch_workers, await_workers
+from hora.workers import launch_workers, await_workers
 code = "import os, time, subprocess\\np = subprocess.Popen(['sleep', '600'])\\nprint('pids', os.getpid(), p.pid)\\n"
 made = launch_workers(2, cpu=0.5, memory=1, code=code + "time.sleep(600)")
 await_workers(made, wait_for_completion=False)

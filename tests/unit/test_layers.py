@@ -40,8 +40,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"decorator", "launch", "telemetry", "torch"},
     "__main__": {"cli"},
 }
-# Old documented names: they re-export from the new modules, and nothing in this repository imports them.
-ALIASES = {"hora.launch.workers"}
 # The modules that read and write the environment; all others receive values.
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
@@ -93,7 +91,7 @@ def test_every_package_has_a_rule():
 def test_imports_follow_the_rules(room):
     allowed = MAY_IMPORT[room] | BASE | {room}
     for module in _modules():
-        if _room(module) == room and module not in ALIASES:
+        if _room(module) == room:
             wrong = sorted(name for name in _imports(module) if _room(name) not in allowed)
             assert not wrong, f"{module} imports {wrong}"
 
@@ -102,11 +100,6 @@ def test_the_base_imports_only_the_base():
     for module in _modules():
         if _room(module) in BASE:
             assert {_room(found) for found in _imports(module)} <= BASE
-
-
-def test_nothing_imports_an_alias():
-    for module in _modules():
-        assert not _imports(module) & ALIASES
 
 
 def test_no_import_cycles_even_through_lazy_imports():

@@ -157,15 +157,6 @@ def test_unsuitable_nodes_are_rejected_with_an_explanation(agents, header, words
     connection.close()
 
 
-def test_an_agent_of_an_earlier_version_is_rejected_in_its_own_protocol(agents):
-    connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
-    session = ClientSession(connection, lambda limit_s: connection)
-    session.send({"op": "join", "node": 1, "name": "b", "slots": 2, "version": "0.0.1", "protocol": "3"})
-    answer, _ = session.receive(limit_s=30)
-    assert "install the same version on every node" in answer["why"]
-    session.close()
-
-
 def test_two_nodes_with_the_same_number(agents):
     first, _ = joining(agents)
     second, answer = joining(agents)

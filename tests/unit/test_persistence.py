@@ -9,7 +9,6 @@ import os
 import pickle
 import struct
 import sys
-from types import ModuleType
 
 import cloudpickle
 import numpy
@@ -82,22 +81,6 @@ def test_a_model_is_restored_with_its_optimizer_and_only_as_a_model(metadata):
     assert found.getOptimizer().param_groups[0]["params"][0] is found.getModel().weight
     with pytest.raises(ValueError, match=r"holds a .*TorchModel, not a .*TorchEstimator"):
         TorchEstimator.read().session(SESSION).load("model")
-
-
-def test_files_of_older_versions_of_the_package_can_be_read(metadata, monkeypatch):
-    saved = _model()
-    old = ModuleType("hora.estimator.parcel")
-    old.Parcel = type("Parcel", (), {"__module__": old.__name__})
-    monkeypatch.setitem(sys.modules, "hora.estimator", ModuleType("hora.estimator"))
-    monkeypatch.setitem(sys.modules, old.__name__, old)
-    parcel = old.Parcel()
-    parcel.__dict__.update(persistence.ModelAndOptimizer.of(saved.getModel(), saved.getOptimizer()).__dict__)
-    params = base64.b64encode(pickle.dumps({"model": parcel, "run_id": "old"})).decode()
-    metadata.update({"class": "hora.estimator.torch_model.TorchModel", "uid": "u", "paramMap": {"params": params}})
-    monkeypatch.delitem(sys.modules, old.__name__)
-    found = TorchModel.read().session(SESSION).load("model")
-    assert found.getRunId() == "old"
-    assert torch.equal(found.getModel().weight, saved.getModel().weight)
 
 
 class Own(torch.nn.Linear):

@@ -311,9 +311,6 @@ class Agents:
 
     def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
         if peer.number < 0:
-            if header.get("op") == "join":  # as earlier versions of Hora did
-                self._refuse(peer, int(header["node"]), str(header["name"]), self._other_version(header.get("version")))
-                return
             joining = unpack(MESSAGES, header, payload)
             if not isinstance(joining, Join):
                 raise ValueError(f"{type(joining).__name__} before it has joined")
@@ -354,8 +351,7 @@ class Agents:
     def _refuse(self, peer: SessionPeer, index: int, name: str, why: str, *, is_fatal: bool = True) -> None:
         if is_fatal:
             self._refused = self._refused or f"node {index} ({name[:_MAX_NAME_CHARS]}, {peer.host}): {why}"
-        header, payload = pack(Refused(why))
-        peer.send({**header, "why": why}, payload)  # where earlier versions look for it
+        peer.send(*pack(Refused(why)))
         with self._changed:
             self._changed.notify_all()
 

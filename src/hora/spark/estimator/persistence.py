@@ -10,7 +10,6 @@ they belong to the cluster that trains, not to the model.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
 import sys
@@ -36,23 +35,20 @@ _CLASSES: dict[str, type] = {
 }
 _NOT_DATA = ("torch.nn.parallel.",)  # their instances open connections
 _FUNCTIONS = {"torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
-_PICKLED_NAMES = ("hora.spark.estimator.packing", "hora.spark.estimator.persistence")  # current and old module
 # Whether the reader trusts a file: wholly, or these classes and functions in it.
 Trust = bool | Sequence[Callable[..., Any]]
 _NOT_KEPT = ("store", "backend")
-_OLD_PACKAGE = "hora.estimator."  # the old module of these classes, in the first files
-_PACKAGE = "hora.spark.estimator."
 
 
 def load(data: bytes, *, what: str, trusted: Trust = False) -> Any:
     """Unpickle an object. Raises ValueError, naming it `what`, if it is not trusted but would have to be."""
-    vocabulary = Vocabulary(instance_class=_instance_class, value=_function, trusted=_named(trusted), rename=_found_now)
+    vocabulary = Vocabulary(instance_class=_instance_class, value=_function, trusted=_named(trusted))
     try:
         return load_pickle(data, vocabulary).plain()
     except ForeignError as error:
         if not (trusted is True or trusts_files()):
             refuse(what, str(error))
-    return _Trusting(io.BytesIO(data)).load()
+    return pickle.loads(data)
 
 
 def load_checkpoint(data: bytes, *, what: str, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -85,14 +81,9 @@ def _named(trusted: Trust) -> Callable[[str, str], Any]:
     return lambda module, name: known.get((module, name))
 
 
-class _Trusting(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(*_found_now(module, name))
-
-
 def _instance_class(module: str, name: str) -> type | None:
     """Return a layer, optimizer or type of torch or Spark, from the module that defines it."""
-    if module in _PICKLED_NAMES and name == ModelAndOptimizer.__name__:
+    if (module, name) == (ModelAndOptimizer.__module__, ModelAndOptimizer.__qualname__):
         return ModelAndOptimizer
     if module.startswith(_NOT_DATA):
         return None
@@ -165,7 +156,7 @@ class ParamsReader(MLReader[Any]):
     def load(self, path: str) -> Any:
         metadata = json.loads(_session(self).read.text(_place(path)).head()[0])
         found, wanted = str(metadata["class"]), _name(self._kind)
-        if _name_now(found) != wanted:
+        if found != wanted:
             raise ValueError(f"{path} holds a {found}, not a {wanted}")
         instance = self._kind()
         instance._resetUid(metadata["uid"])
@@ -229,20 +220,7 @@ def _loaded(data: bytes, path: str, *, trusted: Trust) -> dict[str, Any]:
         values["model"], values["optimizer"] = model.unpack(load=read)
     elif packed is not None:
         values["model"] = unpack_model(packed, load=read)
-    if "output_cols" in values:  # the name in the first files
-        values["outputCols"] = values.pop("output_cols")
     return values
-
-
-def _found_now(module: str, name: str) -> tuple[str, str]:
-    """Return the current location of a class in an old file."""
-    if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
-        return ModelAndOptimizer.__module__, ModelAndOptimizer.__name__
-    return _name_now(module), name
-
-
-def _name_now(name: str) -> str:
-    return _PACKAGE + name.removeprefix(_OLD_PACKAGE) if name.startswith(_OLD_PACKAGE) else name
 
 
 def serialize_param(name: str, value: Any) -> str | None:
