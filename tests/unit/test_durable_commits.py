@@ -22,9 +22,9 @@ def write(folder: Path, *steps: int, keep: int = 3) -> DurableCommits:
 def test_the_last_commits_are_kept(tmp_path: Path):
     write(tmp_path, 1, 2, 3, 4, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "00000003.commit",
+        "00000003.ckpt",
         "00000003.json",
-        "00000004.commit",
+        "00000004.ckpt",
         "00000004.json",
     ]
     content = DurableCommits(tmp_path, keep=2).read_last()
@@ -40,7 +40,7 @@ def test_an_empty_folder_has_no_commit(tmp_path: Path):
 @pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "other manifest", "no payload"])
 def test_a_damaged_commit_is_skipped(tmp_path: Path, damage: str):
     write(tmp_path, 1, 2)
-    payload, manifest = tmp_path / "00000002.commit", tmp_path / "00000002.json"
+    payload, manifest = tmp_path / "00000002.ckpt", tmp_path / "00000002.json"
     if damage == "cut":
         payload.write_bytes(payload.read_bytes()[:-1])
     elif damage == "changed":
@@ -60,8 +60,8 @@ def test_a_damaged_commit_is_skipped(tmp_path: Path, damage: str):
 
 def test_the_remains_of_a_killed_writer_are_ignored(tmp_path: Path):
     write(tmp_path, 1)
-    (tmp_path / ".partial.commit").write_bytes(b"half")
-    (tmp_path / "00000002.commit").write_bytes(b"killed before its manifest was there")
+    (tmp_path / ".partial.ckpt").write_bytes(b"half")
+    (tmp_path / "00000002.ckpt").write_bytes(b"killed before its manifest was there")
     commits = write(tmp_path, 2)
     content = commits.read_last()
     assert content is not None
@@ -84,7 +84,7 @@ def test_reading_a_commit_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFix
     commits = DurableCommits(tmp_path, keep=1)
     commits.write({"spy": Spy()})
     commits.finish()
-    with pytest.raises(ValueError, match=r"00000001\.commit holds .*: no commit does, so the file was modified"):
+    with pytest.raises(ValueError, match=r"00000001\.ckpt holds .*: no commit does, so the file was modified"):
         commits.read_last()
     assert "code was run" not in capsys.readouterr().out
 

@@ -195,20 +195,22 @@ def _damage_empty(path):
 
 
 def _damage_foreign(path):
-    path.write_bytes(b'{"format": "something else", "num_bytes": 0, "sha256": ""}\n')
+    path.with_suffix(".json").write_bytes(b'{"format": "something else", "num_bytes": 0, "sha256": ""}\n')
 
 
 @pytest.mark.parametrize("damage", [_damage_cut, _damage_flip, _damage_empty, _damage_foreign])
 def test_a_damaged_checkpoint_is_detected_and_its_predecessor_used(tmp_path, damage):
     undisturbed, _ = _train(3)
     _train(2, checkpoints=tmp_path)
-    (tmp_path / "unfinished.partial").write_bytes(b"half of a checkpoint")
+    (tmp_path / ".partial.ckpt").write_bytes(b"half of a checkpoint")
     damage(Checkpoints(tmp_path).paths()[-1])
     with pytest.warns(UserWarning, match=r"00000002.ckpt is damaged .* trying the one before"):
         resumed, history = _train(3, checkpoints=tmp_path)
     assert _same(undisturbed, resumed)
     assert len(history) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003.ckpt", "00000004.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"0000000{number}.{kind}" for number in (3, 4) for kind in ("ckpt", "json")
+    ]
 
 
 def test_a_checkpoint_runs_no_code(tmp_path):
