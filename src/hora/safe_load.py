@@ -68,22 +68,22 @@ class Foreign:
 class Vocabulary:
     """Names that a file may use besides those of plain data and tensors.
 
-    Each function takes a module and a name and returns None for an unknown one. `instance_class`: a class whose
-    instances the file may contain; they are created without its constructor and then given their attributes. `value`:
-    an object that the file may refer to. `trusted`: a class or function of the user that the file may call.
+    Each function takes a module and a name and returns None for an unknown one.
     """
 
+    # A class whose instances may occur: created without its constructor, then given their attributes
     instance_class: Callable[[str, str], type | None] = lambda module, name: None
-    value: Callable[[str, str], Any] = lambda module, name: None
+    value: Callable[[str, str], Any] = lambda module, name: None  # an object that the file may refer to
+    # A class or function of the user that the file may call
     trusted: Callable[[str, str], Any] = lambda module, name: None
 
 
 @dataclass
 class Loaded:
-    """The object of a file, and the foreign names in it, for which `value` contains `Foreign` objects."""
+    """The object of a file."""
 
-    value: Any
-    foreign: list[Foreign] = field(default_factory=list)
+    value: Any  # with `Foreign` objects for foreign names
+    foreign: list[Foreign] = field(default_factory=list)  # those names
 
     def plain(self) -> Any:
         """Return the object. Raises ForeignError if it contains foreign names."""

@@ -16,22 +16,20 @@ class RendezvousEndpoint:
     """Rendezvous of a world's ranks.
 
     `kind` is one of:
-    - `hora`: an authenticated rendezvous of a Hora launcher. The key of worker number `worker` is read from
-      `secret_file`; -1 means a secret shared by all. A worker reconnects within `return_s` seconds.
-    - `tcp`: hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
-      `secret_file`.
+    - `hora`: an authenticated rendezvous of a Hora launcher.
+    - `tcp`: hosted by rank 0, or by torchrun; authenticated if the user gave a secret file.
     - `none`: a world of one.
     """
 
     kind: str = "none"
-    address: str = ""
+    address: str = ""  # of the launcher or of rank 0
     port: int = 0
-    secret_file: str = ""
-    job: str = ""
-    worker: int = -1
-    host_store: bool = False  # rank 0 hosts the rendezvous
+    secret_file: str = ""  # the key of this worker, or a secret that all share
+    job: str = ""  # its name, part of every handshake
+    worker: int = -1  # the number of the worker that owns the key; -1: the secret is shared by all
+    host_store: bool = False  # rank 0 hosts the rendezvous; else torchrun does
     more_ports: tuple[int, ...] = ()  # of a port that nobody chose: where rank 0 hosts it if others have that port
-    return_s: float = 10.0
+    return_s: float = 10.0  # a worker may reconnect within this time
     relay: str = ""  # the local socket of this node's relay to it
 
     @property

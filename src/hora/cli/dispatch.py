@@ -20,14 +20,11 @@ from hora.spelling import did_you_mean
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. `target` is `module:function`, `summary` one line of help.
+    """A subcommand."""
 
-    `parser` names the function in that module that creates its argparse parser, if it has one.
-    """
-
-    target: str
-    summary: str
-    parser: str = "make_parser"
+    target: str  # module:function
+    summary: str  # one line of help
+    parser: str = "make_parser"  # the function of that module that creates its argparse parser; empty if it has none
 
     def __call__(self, argv: Sequence[str]) -> int | None:
         module, _, function = self.target.partition(":")

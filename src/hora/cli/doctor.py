@@ -146,14 +146,11 @@ def _probe(address: str) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `level`: `ok`, `note` (good to know) or `problem` (a job will fail or be wrong).
+    """One line of the report."""
 
-    `advice` says what to do about a problem.
-    """
-
-    level: str
+    level: str  # "ok", "note" (good to know) or "problem" (a job will fail or be wrong)
     text: str
-    advice: str = ""
+    advice: str = ""  # what to do about a problem
 
 
 _ok, _note, _problem = (functools.partial(Finding, level) for level in ("ok", "note", "problem"))

@@ -24,10 +24,10 @@ _KEPT_SIGNATURES = 8192
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request that some members have announced. `signatures` has None for the others."""
+    """A request that some members have announced."""
 
     key: Key
-    signatures: list[Signature | None]
+    signatures: list[Signature | None]  # by member; None: not announced yet
     first_seen: float
     uniform: Signature | None = None  # the signature, while all have announced the same
     num_announced: int = 0

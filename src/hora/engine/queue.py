@@ -64,20 +64,16 @@ def _may_be_objects(batch: Batch) -> bool:
 
 
 class QueueWorld(NamedTuple):
-    """The part of a world that all its queues need.
-
-    `change_sets` executes a batch about the process sets themselves and returns the answer for its requests. `on_idle`
-    is called when nothing is in flight any more while the world is closing. `core`: where background threads run.
-    `seals_objects`: tensors in clear are allowed, but not those that may be pickled objects.
-    """
+    """The part of a world that all its queues need."""
 
     rank: int
     status: WorldStatus
     recorder: TimelineRecorder
+    # Executes a batch about the process sets themselves; returns the answer for its requests
     change_sets: Callable[[Batch], int | Segment | None]
-    on_idle: Callable[[], None]
-    core: int | None
-    seals_objects: bool = False
+    on_idle: Callable[[], None]  # called when nothing is in flight any more while the world is closing
+    core: int | None  # where background threads run; None: anywhere
+    seals_objects: bool = False  # tensors may travel in clear, but not those that may be pickled objects
 
 
 class OperationQueue(ProgressEngine):

@@ -52,14 +52,12 @@ class ReduceOp(IntEnum):
 
 
 class Reduce(NamedTuple):
-    """A reduction: scaled by `prescale`, combined by `op`, scaled by `postscale`.
-
-    `code`: the encoding of float32 between hosts (`codes.h`), with a "+" if its error is kept and added the next time.
-    """
+    """A reduction: scaled by `prescale`, combined by `op`, scaled by `postscale`."""
 
     op: int = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
+    # The encoding of float32 between hosts (`codes.h`), with a "+" if its error is kept and added the next time
     code: str = ""
 
 
@@ -82,12 +80,7 @@ Key = tuple[str, "str | int"]
 
 
 class Signature(NamedTuple):
-    """The properties of a request that members must agree on. Dimension 0 may differ for gathers.
-
-    `device`: see `Validator.device_label`. `extra`: an alltoall's splits, or the argument of a request about process
-    sets (`ProcessSets`). `bound`: a persistent reduction, executed by what the members have bound to the name
-    (`OperationQueue.bound`).
-    """
+    """The properties of a request that members must agree on. Dimension 0 may differ for gathers."""
 
     kind: int
     operation: str  # "allreduce", "grouped_allreduce", "barrier", …
@@ -96,8 +89,9 @@ class Signature(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
     reduce: Reduce = Reduce()
     root: int = -1
-    device: str = "cpu"
-    extra: tuple[int, ...] = ()
+    device: str = "cpu"  # see `Validator.device_label`
+    extra: tuple[int, ...] = ()  # an alltoall's splits, or the argument of a request about process sets (`ProcessSets`)
+    # A persistent reduction: executed by what the members have bound to the name (`OperationQueue.bound`)
     bound: bool = False
 
     @property
@@ -210,7 +204,7 @@ GoOn = Callable[[int, int], "bool | None"]
 
 @dataclass(slots=True, eq=False)
 class Request(Completion):
-    """One submitted operation of this rank. `queue` is where it was submitted, `instance` its running number there."""
+    """One submitted operation of this rank."""
 
     signature: Signature
     tensors: Sequence[torch.Tensor] = ()
@@ -218,9 +212,9 @@ class Request(Completion):
     results: list[torch.Tensor] | None = None  # the caller's own tensors, if the outputs are copies of them
     copy_back: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     residuals: Sequence[torch.Tensor] = ()  # the encoding error of each tensor
-    queue: Any = None
+    queue: Any = None  # where it was submitted
     key: Key = ("", 0)  # the queue sets it, and numbers requests without a name
-    instance: int = 0
+    instance: int = 0  # its running number in that queue
     go_on: GoOn | None = None  # of a repeated call
     parts_left: int = 0
     # Of a request without tensors: the last rank to join, a new set, memory. Of an allgather: the members' sizes.

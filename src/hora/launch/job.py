@@ -39,35 +39,27 @@ _log = logging.getLogger("hora.launch")
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Destinations of the workers' output.
-
-    `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the time of the
-    run. `console=False` shows nothing there (files and log tails still get the lines). `directory`: also write
-    `<directory>/rank.<r>/{stdout,stderr}`. `tag` stands before the rank in the prefix.
-    """
+    """Destinations of the workers' output."""
 
     prefix: bool = True
     timestamp: bool = False
-    tag: str = ""
-    console: bool = True
-    directory: str | None = None
-    stdout: IO[Any] | None = None
-    stderr: IO[Any] | None = None
+    tag: str = ""  # stands before the rank in the prefix
+    console: bool = True  # False shows nothing there; files and log tails still get the lines
+    directory: str | None = None  # also write `<directory>/rank.<r>/{stdout,stderr}`
+    stdout: IO[Any] | None = None  # text or binary; None: this process's own, at the time of the run
+    stderr: IO[Any] | None = None  # the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
+    """Settings of the observation of a job."""
 
-    `reports`: of the job's progress to Kubeflow. `browser`: open the page in one. `demo`: the page can kill ranks.
-    """
-
-    page: bool = False
-    listen: str = ""
-    record: str | None = None
-    reports: Reports | None = None
-    browser: bool = False
-    demo: bool = False
+    page: bool = False  # a live page
+    listen: str = ""  # its host:port; loopback and a free port unless given
+    record: str | None = None  # a file for `hora view`
+    reports: Reports | None = None  # of the job's progress, to Kubeflow
+    browser: bool = False  # open the page in one
+    demo: bool = False  # the page can kill ranks
 
     @classmethod
     def wanted(
@@ -206,18 +198,13 @@ class Observation(RendezvousEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Description of a job: a program and its slots. Exactly one of `command` (an argv) and `function` is given.
-
-    `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
-    connection. `env`: the workers' variables besides their place in the world. Local workers get exactly these, remote
-    workers in addition to their login environment. It never holds secrets. `secret` and `id`: of a job that has them
-    already. `host_env`: more variables for the ranks on a host, by host name. `lease`: of hosts that another process
-    may take back.
-    """
+    """Description of a job: a program and its slots. Exactly one of `command` and `function` is given."""
 
     slots: tuple[Slot, ...]
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # an argv
+    # The cloudpickle of `(callable, args, kwargs)`, for the authenticated connection
     function: bytes | None = field(default=None, repr=False)
+    # The workers' variables besides their place; local workers get exactly these; never secrets
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
     executable: str = sys.executable
@@ -227,10 +214,11 @@ class Job:
     verbose: bool = False
     title: str = ""
     watching: Watching | None = None
-    secret: bytes | None = field(default=None, repr=False)
-    id: str = ""
+    secret: bytes | None = field(default=None, repr=False)  # of a job that has one already
+    id: str = ""  # the same
+    # More variables for the ranks on a host, by host name
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
-    lease: HostLease | None = field(default=None, repr=False)
+    lease: HostLease | None = field(default=None, repr=False)  # of hosts that another process may take back
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):
@@ -248,21 +236,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """One process for a launcher to start.
+    """One process for a launcher to start."""
 
-    `worker` identifies the process for the whole job (its rank, in a job of fixed size). `private_files`: contents of
-    files by the variable that names each file, such as the worker's key in `HORA_SECRET_FILE`. The launcher creates
-    them (memfds in /proc, never on a disk) and adds the variables to `env`; argv and environment never hold their
-    contents. `preload`: workers of one host may be forked from a process that has loaded these modules; None: they must
-    be executed.
-    """
-
-    worker: int
+    worker: int  # its number in the job: its rank, in a job of fixed size
     slot: Slot
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     cwd: str | None = None
+    # Contents of files, by the variable that will name each (memfds, never on a disk)
     private_files: Mapping[str, bytes] = field(repr=False)
+    # It may be forked from a process that has loaded these modules; None: execute it
     preload: tuple[str, ...] | None = None
 
 

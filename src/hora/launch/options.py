@@ -37,30 +37,24 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """External names and checks of one field of `Options`.
-
-    `off_flags` set a switch to False; `old_flags` are deprecated spellings with the value they set.
-    `export_with` names the field that must be set for this one to be exported. `launch_variable` is read by
-    the launcher itself when the flag is missing. `default` is what an unset option means. `idle`: why an option of
-    Horovod has no effect here; it is still accepted, checked and exported.
-    """
+    """External names and checks of one field of `Options`."""
 
     flags: tuple[str, ...]
     kind: type
     section: str
     help: str | None = None  # None: not shown by --help
-    idle: str = ""
+    idle: str = ""  # why an option of Horovod has no effect here; it is still accepted, checked and exported
     metavar: str | None = None
-    off_flags: tuple[str, ...] = ()
-    old_flags: tuple[tuple[str, bool], ...] = ()
+    off_flags: tuple[str, ...] = ()  # set a switch to False
+    old_flags: tuple[tuple[str, bool], ...] = ()  # deprecated spellings, with the value they set
     exclusive: str = ""
     yaml: str = ""
     yaml_negated: bool = False
     variable: str = ""
     to_variable: Callable[[Any], str] = _text
-    export_with: str = ""
-    launch_variable: str = ""
-    default: Any = None
+    export_with: str = ""  # the field that must be set for this one to be exported
+    launch_variable: str = ""  # read by the launcher itself when the flag is missing
+    default: Any = None  # what an unset option means
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()

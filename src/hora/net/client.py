@@ -48,14 +48,12 @@ Notice = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`members` maps the ranks that met to their values, in ascending order; `index` is the group's position among all
-    groups; `above` is the first rank of the parent group with its value.
-    """
+    """The ranks of a group that have met."""
 
-    members: dict[int, bytes]
-    index: int
+    members: dict[int, bytes]  # the value of each, by rank in ascending order
+    index: int  # the group's position among all groups
     num_groups: int
-    above: tuple[int, bytes] | None
+    above: tuple[int, bytes] | None  # the first rank of the parent group, with its value
 
 
 def _fitted(text: str, limit_bytes: int) -> str:

@@ -37,10 +37,10 @@ R = TypeVar("R", bound=requests.Request)
 
 @dataclass(eq=False)
 class Call(Generic[R]):
-    """A request of a peer, which may wait for its answer. `number`: the answer repeats it."""
+    """A request of a peer, which may wait for its answer."""
 
     peer: Peer
-    number: int
+    number: int  # the answer repeats it
     request: R
     timer: Timer | None = None
     answered: bool = False

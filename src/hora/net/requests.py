@@ -83,13 +83,13 @@ class Returned(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """The function raised `data`, cloudpickled (or empty). `consequence`: it only reports that a rank was lost."""
+    """The function raised an error."""
 
     type: str
     message: str
     traceback: str
-    consequence: bool
-    data: bytes
+    consequence: bool  # it only reports that a rank was lost
+    data: bytes  # the cloudpickled error, or empty
 
     @property
     def headline(self) -> str:

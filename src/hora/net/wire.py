@@ -76,15 +76,11 @@ def worker_key(job_secret: bytes, worker: int) -> bytes:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Credentials of both ends of a connection: a secret, its purpose, and the identity of the client.
-
-    The purpose (a job, the tree of ranks, a session of workers) is part of every handshake, so that messages of one
-    service are invalid in another. `speaker`: the number of the worker or rank that owns the key, if each has its own.
-    """
+    """Credentials of both ends of a connection."""
 
     secret: bytes = field(repr=False)
-    purpose: str
-    speaker: int = ANYBODY
+    purpose: str  # a job, the control tree, a session of workers: messages of one service are invalid in another
+    speaker: int = ANYBODY  # the number of the worker or rank that owns the key, if each has its own
 
     def __post_init__(self) -> None:
         if len(self.secret) != SECRET_BYTES:

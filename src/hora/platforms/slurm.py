@@ -159,14 +159,11 @@ def _numbers(text: str, whole: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A component of an allocation: nodes that were requested together.
-
-    `counts`: tasks and cores of each node. `gpus_per_task`: if GPUs were requested per task.
-    """
+    """A component of an allocation: nodes that were requested together."""
 
     nodes: tuple[str, ...]
-    counts: tuple[tuple[int, int], ...] = ()
-    gpus_per_task: str = ""
+    counts: tuple[tuple[int, int], ...] = ()  # tasks and cores of each node
+    gpus_per_task: str = ""  # empty if GPUs were not requested per task
 
     def gpus_of(self, node: str) -> str:
         """Return the GPUs of all tasks of a node, which a step with fewer tasks must request; "" if it has them."""

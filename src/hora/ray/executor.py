@@ -25,9 +25,13 @@ _OLD_NAMES = {
 
 @dataclass
 class MiniSettings:
-    """`timeout_s`: for the start; `placement_group_timeout_s`: for Ray to find room. `nics`: interfaces to use.
+    """Settings of a `RayExecutor`.
 
-    `key` exists because other programs expect it. Hora creates a separate secret for each job.
+    Args:
+        nics: Network interfaces to use.
+        key: Not used: other programs expect it, but every job has a fresh secret.
+        timeout_s: For the start.
+        placement_group_timeout_s: For Ray to find room.
     """
 
     nics: Collection[str] | None = None

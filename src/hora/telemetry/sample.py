@@ -66,18 +66,14 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Report:
-    """One message of a rank: a sample, and optional extras.
-
-    `waiting`: (operation, seconds, the missing ranks; empty: all). `metrics`: name to value. `events`: (kind, text).
-    `host`: the state of its machine, from one rank per host. `total_steps`: the expected number of steps, if known.
-    """
+    """One message of a rank: a sample, and optional extras."""
 
     sample: Sample
-    waiting: tuple[str, float, tuple[int, ...]] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    events: tuple[tuple[str, str], ...] = ()
-    host: Mapping[str, Any] = field(default_factory=dict)
-    total_steps: int = 0
+    waiting: tuple[str, float, tuple[int, ...]] | None = None  # operation, seconds, the missing ranks (empty: all)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # name to value
+    events: tuple[tuple[str, str], ...] = ()  # kind and text
+    host: Mapping[str, Any] = field(default_factory=dict)  # the state of its machine, from one rank per host
+    total_steps: int = 0  # the expected number of steps; 0: unknown
 
     def encode(self) -> bytes:
         head = SAMPLE.pack(VERSION, *self.sample)

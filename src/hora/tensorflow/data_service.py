@@ -45,9 +45,12 @@ _SIDES = ("compute", "training")
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """Description of a data service. `dispatcher_side`: "compute" or "training", which runs the dispatchers.
+    """Description of a data service.
 
-    `addresses`: of the table, by network interface. `timeout`: seconds that each part waits for the others.
+    Args:
+        dispatcher_side: "compute" or "training", which runs the dispatchers.
+        addresses: Of the table, by network interface.
+        timeout: Seconds that each part waits for the others.
     """
 
     dispatchers: int

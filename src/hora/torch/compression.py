@@ -81,9 +81,10 @@ class Int8Compressor(NoneCompressor):
 class PowerSGD(NoneCompressor):
     """Sends low-rank factors instead of gradients between hosts; for `DistributedOptimizer` only.
 
-    The first `start_step` steps send full gradients. After that, a gradient of n rows and m columns becomes (n + m) *
-    `rank` numbers if that is smaller than n * m by more than the factor `min_compression_rate`. Vectors are sent
-    unchanged.
+    Args:
+        rank: A gradient of n rows and m columns becomes (n + m) * rank numbers; vectors are sent unchanged.
+        start_step: Steps that send full gradients first.
+        min_compression_rate: A gradient is sent unchanged unless it shrinks by more than this factor.
     """
 
     rank: int = 4

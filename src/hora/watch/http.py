@@ -152,11 +152,11 @@ def _site(name: str) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """`hosts`: the accepted values of the Host header. `framed`: a notebook embeds the page."""
+    """The readers that the page accepts."""
 
     token: str
-    hosts: frozenset[str]
-    framed: bool = False
+    hosts: frozenset[str]  # the accepted values of the Host header
+    framed: bool = False  # a notebook embeds the page
 
     def headers(self) -> dict[str, str]:
         """Return the headers of every response. The security policy allows only the page's own styles."""

@@ -31,13 +31,13 @@ Timed = tuple[float, Sample]
 
 @dataclass(frozen=True)
 class Straggler:
-    """`slowdown`: its work relative to the median of the others. `excess`: shares of the extra time by part."""
+    """A rank that takes longer than the others."""
 
     rank: int
-    slowdown: float
+    slowdown: float  # its work relative to the median of the others
     lateness: float
     since: float
-    excess: Mapping[str, float]
+    excess: Mapping[str, float]  # shares of the extra time, by part
 
     @property
     def main_part(self) -> str:
@@ -163,15 +163,12 @@ def _is_users(frame: Frame) -> bool:
 
 @dataclass(frozen=True)
 class SlowLine:
-    """The stack in which a slow rank spends more time than an ordinary one, innermost frame first.
+    """The stack in which a slow rank spends more time than an ordinary one."""
 
-    `share` and `usual` are its shares of the slow rank's time and of rank `other`'s (None: no other rank was profiled).
-    """
-
-    frames: Sequence[Frame]
-    share: float
-    usual: float
-    other: int | None
+    frames: Sequence[Frame]  # innermost first
+    share: float  # of the slow rank's time
+    usual: float  # of the other rank's time
+    other: int | None  # the ordinary rank; None: no other rank was profiled
 
     @property
     def own(self) -> Frame:
@@ -181,12 +178,12 @@ class SlowLine:
 
 @dataclass
 class Verdict:
-    """`finding`: the latest, or the worst once it is over. `than`: the reference. `until` is None while it lasts."""
+    """A finding about a rank, and for how long it has held."""
 
-    finding: Straggler
+    finding: Straggler  # the latest, or the worst once it is over
     host: str
-    than: str
-    until: float | None = None
+    than: str  # the reference
+    until: float | None = None  # None while it lasts
     line: SlowLine | None = None
     _worst: Straggler | None = None
 

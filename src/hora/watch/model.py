@@ -120,12 +120,12 @@ class Grid:
 
 
 class Entry(NamedTuple):
-    """Something that happened. `kind` names the method of `Run` that takes it; `data` is its argument."""
+    """Something that happened."""
 
     at: float
-    kind: str
+    kind: str  # names the method of `Run` that applies it
     worker: int
-    data: bytes
+    data: bytes  # the argument of that method
 
 
 @dataclass

@@ -57,19 +57,16 @@ def _iso(moment: float | None) -> str | None:
 
 @dataclass
 class Record:
-    """A worker: what was requested, and what has become of it. Its `number` is its name in launch events.
-
-    `variables`: of its environment.
-    """
+    """A worker: what was requested, and what has become of it."""
 
     id: str
-    number: int
+    number: int  # its name in launch events
     index: int
     request: Mapping[str, Any] = field(repr=False)
     backend: WorkerBackend = field(repr=False)
     log: LogFile | None = field(repr=False)
     ip_address: str
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its environment
     created_at: float = field(default_factory=time.time)
     status: str = "scheduling"
     stopping: bool = False

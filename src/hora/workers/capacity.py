@@ -35,11 +35,11 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Resources of a machine. `gpus` are the ids that CUDA_VISIBLE_DEVICES takes."""
+    """Resources of a machine."""
 
     cores: tuple[int, ...]
     memory_gib: float
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # the ids that CUDA_VISIBLE_DEVICES takes
     grants: Mapping[str, Grant] = field(default_factory=dict)
 
     def grant(self, worker: str, request: Mapping[str, Any], claim: Callable[[str], str] = lambda gpu: "") -> Capacity:

@@ -14,8 +14,10 @@ import torch
 class Schedule:
     """Scales the optimizer's learning rate with the number of ranks, warms up to that, then decays.
 
-    `scale` is the factor after the warm-up; None means the world's size. `decay`: `none`, `cosine` (to 0 in the last
-    epoch) or `steps` (times `gamma` at each milestone, in epochs).
+    Args:
+        scale: The factor after the warm-up; None: the world's size.
+        decay: "cosine": to 0 in the last epoch; "steps": times `gamma` at each milestone.
+        milestones: In epochs.
     """
 
     warmup_epochs: float = 0.0
@@ -50,10 +52,14 @@ class Schedule:
 
 @dataclass(eq=False)
 class EarlyStopping:
-    """Stops if `monitor` has not improved by more than `min_delta` for `patience` epochs.
+    """Stops if a monitored value has not improved. It is the same on every rank, so all ranks stop together.
 
-    The monitored value is the same on every rank, so all ranks stop together. With `restore_best` the model ends with
-    the weights of its best epoch.
+    Args:
+        monitor: A column of the history.
+        patience: Epochs without improvement.
+        min_delta: A smaller change is no improvement.
+        highest: A greater value is better.
+        restore_best: The model ends with the weights of its best epoch.
     """
 
     monitor: str = "valid_loss"

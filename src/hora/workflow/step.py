@@ -28,15 +28,12 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch that has passed through the model: its outputs, its targets and its loss.
-
-    `weight` is the batch's weight in means over batches and ranks.
-    """
+    """A batch that has passed through the model: its outputs, its targets and its loss."""
 
     outputs: Any
     targets: Any
     loss: torch.Tensor
-    weight: int
+    weight: int  # of the batch, in means over batches and ranks
 
 
 class Objective(Protocol):
@@ -83,9 +80,11 @@ class Supervised:
 class Recipe:
     """Settings of a step.
 
-    `precision`: of the forward pass; weights stay unchanged, and float16 uses loss scaling. `accumulate`: batches per
-    optimizer step. `clip_norm`: the maximum gradient norm over all parameters, after averaging. `schedule`: the
-    learning rate over time; None keeps the optimizer's.
+    Args:
+        precision: Of the forward pass; weights stay unchanged, and float16 uses loss scaling.
+        accumulate: Batches per optimizer step.
+        clip_norm: The maximum gradient norm over all parameters, after averaging.
+        schedule: The learning rate over time; None keeps the optimizer's.
     """
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"

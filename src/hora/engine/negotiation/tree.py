@@ -67,16 +67,14 @@ Announced = tuple[int, Signature, int]  # who (a rank, or ALL), what, its runnin
 
 @dataclass(slots=True)
 class _Held:
-    """A request that not all members at or below this one have announced.
-
-    `whole`: by child (or this rank itself) below which all have announced it; `parts`: by rank, for the others.
-    """
+    """A request that not all members at or below this one have announced."""
 
     instance: int
     since: float
     apart: bool = False
+    # By the child, or this rank, below which all have announced it
     whole: dict[int, Signature] = field(default_factory=dict)
-    parts: dict[int, Signature] = field(default_factory=dict)
+    parts: dict[int, Signature] = field(default_factory=dict)  # by rank, for the others
 
 
 class Slots:

@@ -40,11 +40,11 @@ def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
 
 @dataclass(eq=False)
 class Segment:
-    """A mapped piece of shared memory. Only its creator keeps `descriptor` open, to pass it to peers."""
+    """A mapped piece of shared memory."""
 
     memory: mmap.mmap
     num_bytes: int
-    descriptor: int | None = None
+    descriptor: int | None = None  # kept open by its creator alone, to pass it to peers
 
     @classmethod
     def create(cls, num_bytes: int, *, label: str = "hora") -> Segment:

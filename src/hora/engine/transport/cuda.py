@@ -34,15 +34,12 @@ Chosen = DistributedTransport | CudaStagingTransport
 
 @dataclass(eq=False)
 class CudaTransport:
-    """See `Transport`.
-
-    `make_cpu` returns the same members' transport for CPU tensors, which its owner closes. `share`: collective,
-    returns host memory that all members see; None if they are on several hosts.
-    """
+    """See `Transport`."""
 
     store: Store
     membership: Membership
-    make_cpu: Callable[[], Transport]
+    make_cpu: Callable[[], Transport]  # returns the members' transport for CPU tensors, which its owner closes
+    # Returns host memory that all members see (collective); None if they are on several hosts
     share: Callable[[int], Segment] | None = None
     name: str = "cuda"
     _chosen: Chosen | None = None

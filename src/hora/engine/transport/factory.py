@@ -20,22 +20,16 @@ from hora.engine.transport.stream import StreamGroup, Streams
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The hosts of a set's members, and how to reach them.
-
-    `hosts` lists ranks that share memory; `share` allocates a segment for several ranks of one host (collective);
-    `streams` creates named connections between ranks that call it together. For NCCL, `store` creates a named torch
-    store. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all ranks of the world have the native part, so
-    that those of a host share memory.
-    """
+    """The hosts of a set's members, and how to reach them."""
 
     ranks: Sequence[int]
     member: int
-    hosts: Sequence[Sequence[int]]
-    share: Callable[[Sequence[int], int], Segment]
-    streams: Callable[[str, Sequence[int]], Streams]
-    store: Callable[[str], Store | None]
-    cuda_ipc: bool
-    native: bool
+    hosts: Sequence[Sequence[int]]  # groups of ranks that share memory
+    share: Callable[[Sequence[int], int], Segment]  # allocates a segment for several ranks of one host (collective)
+    streams: Callable[[str, Sequence[int]], Streams]  # creates named connections between ranks that call it together
+    store: Callable[[str], Store | None]  # creates a named torch store, for NCCL
+    cuda_ipc: bool  # ranks on one GPU may share its memory
+    native: bool  # all ranks of the world have the native part, so that those of a host share memory
     check_alive: AliveCheck
 
     def members_by_host(self) -> list[list[int]]:

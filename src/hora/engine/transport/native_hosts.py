@@ -61,17 +61,14 @@ def _longest(num_hosts: int) -> int:
 
 
 class Scaling(NamedTuple):
-    """Arithmetic of an allreduce between hosts: `stage`, then the sums inside a host and between hosts, then `last`.
-
-    `weights`: of the hosts, in an average of half precision; `code`: the encoding in which they are sent.
-    """
+    """Arithmetic of an allreduce between hosts: `stage`, then the sums inside a host and between hosts, then `last`."""
 
     stage: float
     inside: Sum
     between: Sum
     last: Sum
-    weights: tuple[float, ...]
-    code: str
+    weights: tuple[float, ...]  # of the hosts, in an average of half precision
+    code: str  # the encoding in which they are sent
 
 
 @described("stream")

@@ -17,29 +17,29 @@ VERSION = 4
 
 
 class Join(NamedTuple):
-    """An agent introduces its node. `run`, `workers`: of a job that has lost its leader, the workers that are here."""
+    """An agent introduces its node."""
 
     node: int
     name: str
     slots: int
     version: str
-    workers: list[int]
+    workers: list[int]  # those that run here, of a job that has lost its leader
     gpus: list[str]
-    run: str = ""
+    run: str = ""  # of that job
     protocol: int = VERSION
 
 
 class Welcome(NamedTuple):
-    """The node is part of the job's run. `executable`: the controller's Python. `meeting`: the rendezvous' port."""
+    """The node is part of the job's run."""
 
     name: str
     run: str
-    executable: str
+    executable: str  # the controller's Python
     silence_s: float  # of the controller, after which the agent ends
     return_s: float  # for coming back after the connection broke
     elastic: bool = False
     term: int = 0
-    meeting: int = 0
+    meeting: int = 0  # the port of the rendezvous
 
 
 class Refused(NamedTuple):
@@ -49,19 +49,15 @@ class Refused(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Start a worker. `private_files`: content in hexadecimal, by the variable that names the file.
-
-    `inherit_env`: `env` is added to the agent's own environment. `preload`: the worker may be forked from a process
-    that has loaded these modules; None: execute it.
-    """
+    """Start a worker."""
 
     worker: int
     argv: list[str]
     env: dict[str, str]
-    inherit_env: bool
+    inherit_env: bool  # `env` is added to the agent's own environment
     cwd: str | None
-    private_files: dict[str, str]
-    preload: list[str] | None
+    private_files: dict[str, str]  # contents in hexadecimal, by the variable that names the file
+    preload: list[str] | None  # it may be forked from a process that has loaded these modules; None: execute it
 
 
 class Terminate(NamedTuple):

@@ -136,21 +136,17 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSpec:
-    """Hosts and limits of an elastic job. `hosts`: where workers may run; `script` reports changes.
-
-    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job waits after SIGTERM
-    for its ranks' next commit. `forgiven`: the number of failures that bar no place of a host, because a failed process
-    says little about a machine that a cluster manager supervises. `on_places`: called with the places of every
-    generation, by worker.
-    """
+    """Hosts and limits of an elastic job."""
 
     limits: Limits
-    hosts: tuple[HostInfo, ...] = ()
-    script: HostWatch | None = None
-    local_only: bool = False
+    hosts: tuple[HostInfo, ...] = ()  # where workers may run
+    script: HostWatch | None = None  # reports changes of the hosts
+    local_only: bool = False  # the launcher starts workers on this machine only
     cooldown_range: tuple[int, int] | None = None
-    leave_s: float = 25.0
+    leave_s: float = 25.0  # how long a job waits after SIGTERM for its ranks' next commit
+    # Failures that bar no place of a host: one says little about a machine that a cluster manager supervises
     forgiven: int = 0
+    # Called with the places of every generation, by worker
     on_places: Callable[[Mapping[int, Slot]], None] | None = None
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:

@@ -58,29 +58,22 @@ _ALIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.WORKING)
 
 @dataclass(kw_only=True)
 class Worker:
-    """A process of the job. `generation`: the last one in which it had a place (-1: none so far), `first_generation`:
-    the first one.
-
-    `since`: when it entered its state. `started`, `joined`, `exited`: its process runs, has connected, has ended
-    (with this `code`).
-    `written_off`: it failed, and the job goes on without it. `lost_at`: when its connection ended without a good-bye.
-    `silent_since`: since when it does not answer (None: it does).
-    """
+    """A process of the job."""
 
     number: int
     host: str
     slot: int
     state: WorkerState
-    generation: int = -1
-    first_generation: int = -1
-    since: float = 0.0
-    started: bool = False
-    joined: bool = False
-    exited: bool = False
+    generation: int = -1  # the last one in which it had a place; -1: none so far
+    first_generation: int = -1  # the first one in which it had a place
+    since: float = 0.0  # when it entered its state
+    started: bool = False  # its process runs
+    joined: bool = False  # it has connected
+    exited: bool = False  # its process has ended, with this `code`
     code: int = -1
-    written_off: bool = False
-    lost_at: float | None = None
-    silent_since: float | None = None
+    written_off: bool = False  # it failed, and the job goes on without it
+    lost_at: float | None = None  # when its connection ended without a goodbye
+    silent_since: float | None = None  # since when it does not answer; None: it does
 
     def needs_the_others(self, generation: int) -> bool:
         """Return whether this worker waits for the working members of its generation, or is dead and stops them."""
@@ -117,14 +110,14 @@ def provisional(host: str, slot: int, num_slots: int, *, num_ranks: int) -> Slot
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first sign of a worker's failure. `consequence`: it only reports the loss of the worker `blames`."""
+    """The first sign of a worker's failure."""
 
     worker: int
     at: float
     code: int
     reason: str = ""
-    consequence: bool = False
-    blames: int | None = None
+    consequence: bool = False  # it only reports the loss of another worker
+    blames: int | None = None  # that worker
 
     def __str__(self) -> str:
         return f"failed with exit code {self.code}" + (f" ({self.reason})" if self.reason else "")
@@ -132,24 +125,19 @@ class Failure:
 
 @dataclass(kw_only=True)
 class Facts:
-    """State of a job, which its controller keeps. `workers`: all that it ever had, by number. `failures`: of this
-    generation, in the order seen, at most one per worker. `begun_at`: when the first generation was started.
-
-    The rest is for elastic jobs. `hosts`: usable slots by host; `barred`: hosts that are unusable, for a while or
-    forever; `may_grow`: discovery may find more slots; `notified`: the workers were told to stop at the next commit;
-    `short_since`: since when there are too few workers.
-    """
+    """State of a job, which its controller keeps. The fields from `hosts` on are for elastic jobs."""
 
     generation: int = -1
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)  # all that it ever had, by number
+    # Of this generation, in the order seen, at most one per worker
     failures: list[Failure] = field(default_factory=list)
-    begun_at: float = 0.0
-    hosts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    barred: frozenset[str] = frozenset()
-    may_grow: bool = False
+    begun_at: float = 0.0  # when the first generation was started
+    hosts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # usable slots, by host
+    barred: frozenset[str] = frozenset()  # hosts that are unusable, for a while or forever
+    may_grow: bool = False  # discovery may find more slots
     num_resets: int = 0
-    notified: bool = False
-    short_since: float = 0.0
+    notified: bool = False  # the workers were told to stop at the next commit
+    short_since: float = 0.0  # since when there are too few workers
 
     @property
     def usable(self) -> list[HostSlot]:
@@ -216,10 +204,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until that time or the next event. `waits_for_more`: there are too few workers, and the time limit runs."""
+    """Wait until that time or the next event."""
 
     until: float | None
-    waits_for_more: bool = False
+    waits_for_more: bool = False  # there are too few workers, and the time limit runs
 
 
 @dataclass(frozen=True)
@@ -258,11 +246,11 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class End:
-    """End these workers. `failed`: their fault, so that their places are barred."""
+    """End these workers."""
 
     workers: tuple[int, ...]
     why: str
-    failed: bool
+    failed: bool  # it was their fault, so their places are barred
 
 
 @dataclass(frozen=True)

@@ -31,30 +31,26 @@ _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestRequest:
-    """The user's request. `slots`: processes per node; `min_nodes`: the minimum for an elastic job to continue.
-
-    `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it. `writable_root`: the command
-    may write anywhere in its container, not only to /tmp and to mounted volumes. `queue`: of Kueue, or of Volcano if it
-    is the `gang` scheduler. `cluster`: the version of Kubernetes, checked against what the manifest needs.
-    """
+    """The user's request."""
 
     name: str
     image: str
     command: tuple[str, ...]
     num_nodes: int = 2
-    slots: int = 1
-    min_nodes: int | None = None
-    any_leader: bool = False
+    slots: int = 1  # processes per node
+    min_nodes: int | None = None  # the minimum for an elastic job to continue
+    any_leader: bool = False  # the job's state is in a Lease and a Secret, so that any pod may lead it
     namespace: str | None = None
     cpu: str | None = None
     memory: str | None = None
     gpus: int = 0
     leave_s: int = 25
+    # The command may write anywhere in its container, not only to /tmp and to mounted volumes
     writable_root: bool = False
     runtime: str = "torch-distributed"
-    queue: str | None = None
+    queue: str | None = None  # of Kueue, or of Volcano if it is the `gang` scheduler
     gang: str | None = None
-    cluster: str | None = None
+    cluster: str | None = None  # the version of Kubernetes, checked against what the manifest needs
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

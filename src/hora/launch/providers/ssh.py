@@ -42,13 +42,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ssh:
-    """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options.
+    """Settings for reaching hosts, and the Python to start there."""
 
-    `is_agent`: not ssh, but what Open MPI calls an agent (`HORA_RSH_AGENT`), such as a script around `kubectl exec -i`:
-    it takes a host and a command.
-    """
-
-    program: tuple[str, ...] = ("ssh",)
+    program: tuple[str, ...] = ("ssh",)  # ssh, perhaps with options
+    # Not ssh but a script that takes a host and a command (`HORA_RSH_AGENT`), such as one around kubectl
     is_agent: bool = False
     port: int | None = None
     identity_file: str | None = None

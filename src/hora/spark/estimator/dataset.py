@@ -27,12 +27,12 @@ _SPARSE = ["size", "indices", "values"]  # of a vector stored without its zeros
 
 @dataclass(frozen=True)
 class Column:
-    """A column as it was: `kind` is scalar, array, vector or object; `size` is the number of elements per row."""
+    """A column as it was."""
 
     name: str
-    kind: str
+    kind: str  # scalar, array, vector or object
     type: str  # Spark's type name; that of the elements for an array
-    size: int
+    size: int  # the number of elements per row
 
 
 @dataclass(frozen=True)

@@ -97,34 +97,27 @@ class ModelAndOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Configuration of a rank of any estimator.
+    """Configuration of a rank of any estimator."""
 
-    `model` is packed: a `ModelAndOptimizer`, or bytes for the modules of Lightning's or Keras's `package`. `values` are
-    the estimator's parameters. `checkpoint` is what the run resumes from: a state for `TorchEstimator`, else the bytes
-    of its file.
-    """
-
-    model: Any = field(repr=False)
-    package: Any = None
+    model: Any = field(repr=False)  # packed: a `ModelAndOptimizer`, or bytes for the modules of `package`
+    package: Any = None  # of Lightning or Keras
     store: Store
     remote: SimpleNamespace  # the store's paths for this run
     dataset: Dataset
     features: tuple[str, ...]
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # the estimator's parameters
+    # What the run resumes from: a state for `TorchEstimator`, else the bytes of its file
     checkpoint: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Rank 0's report: the trained model as the estimator's `_create_model` takes it, and the history.
+    """Rank 0's report."""
 
-    `output_sizes`: the number of values per row of each output. `logged_metrics`: what Lightning logged at the end.
-    """
-
-    model: Any = field(repr=False)
+    model: Any = field(repr=False)  # the trained one, as the estimator's `_create_model` takes it
     history: Any
-    output_sizes: tuple[int, ...] = ()
-    logged_metrics: Mapping[str, Any] = field(default_factory=dict)
+    output_sizes: tuple[int, ...] = ()  # the number of values per row of each output
+    logged_metrics: Mapping[str, Any] = field(default_factory=dict)  # what Lightning logged at the end
 
 
 def as_list(value: Any) -> list[Any]:

@@ -32,10 +32,10 @@ TORCH = Remedies()
 
 @dataclass(frozen=True)
 class Difference:
-    """`text` for the user. `is_rounding`: as much as other kernels or processors make."""
+    """A difference between ranks."""
 
-    text: str
-    is_rounding: bool = False
+    text: str  # for the user
+    is_rounding: bool = False  # as much as other kernels or processors make
 
 
 def of_settings(of_all: Sequence[Facts], remedies: Remedies = TORCH) -> Difference:

@@ -20,12 +20,12 @@ from hora.platforms.detect import keep_secret
 
 @dataclass(frozen=True, kw_only=True)
 class ActorProcess:
-    """An actor's process. `node`: Ray's hexadecimal id of the node; `gpus`: the ids that Ray gave it there."""
+    """An actor's process."""
 
-    node: str
+    node: str  # Ray's hexadecimal id of the node
     hostname: str
     pid: int
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # the ids that Ray gave it there
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.hostname} (Ray node {self.node[:12]})"

@@ -29,12 +29,12 @@ _KILLED = 137
 
 @dataclass(eq=False)
 class _Member:
-    """A worker and its actor. `peers`: workers of its host that were started with it."""
+    """A worker and its actor."""
 
     spec: WorkerSpec
     actor: Any
     reservation: Reservation
-    peers: list[_Member]
+    peers: list[_Member]  # workers of its host that were started with it
     place: ActorProcess | None = None
     ended: bool = False
 

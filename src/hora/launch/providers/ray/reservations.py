@@ -40,12 +40,12 @@ class Discovery(Protocol):
 
 @dataclass(eq=False)
 class Reservation:
-    """A requested slot. `workers`: the number of the job's processes in it, usually 0 or 1."""
+    """A requested slot."""
 
     group: Any
     asked_at: float = field(default_factory=time.monotonic)
     granted: bool = False
-    workers: int = 0
+    workers: int = 0  # the job's processes in it, usually 0 or 1
 
 
 class RayHosts:

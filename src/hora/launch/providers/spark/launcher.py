@@ -18,18 +18,13 @@ from hora.launch.slots import Slot, place_ranks, visible_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class SparkJob(Job):
-    """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived; its title names Spark's jobs.
-
-    `wait_for_slots`: wait for other Spark jobs without a limit; the start timeout begins when Spark starts the stage.
-    `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank. `python`: of the processes, if it is not the
-    one of Spark's Python workers.
-    """
+    """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived; its title names Spark's jobs."""
 
     function: bytes = field(repr=False)
     start_timeout_s: float = field(default_factory=lambda: seconds_of("HOROVOD_SPARK_START_TIMEOUT"))
-    wait_for_slots: bool = False
-    bind_gpus: bool = True
-    python: str | None = None
+    wait_for_slots: bool = False  # wait for other Spark jobs without a limit; the start timeout begins with the stage
+    bind_gpus: bool = True  # make Spark's GPUs the visible ones, indexed by local rank
+    python: str | None = None  # of the processes; None: the one of Spark's Python workers
 
 
 def slots_of(num_proc: int) -> tuple[Slot, ...]:
