@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; writes a figure, a model and a report"
@@ -45,6 +45,8 @@ help:
 	@echo "make verify   model-check the wait protocols of one host with spin"
 	@echo "make native   rebuild the native part (make setup builds it if there is a compiler)"
 	@echo "make wheels   build dist/: a wheel with the native part for this machine, one without for all, and the source"
+	@echo "make release-check   build a release in a clean environment, install it in an empty one and use it"
+	@echo "make everything      every target that tests something, one after another, with a table: a night"
 	@echo "make release-notes   write out/release: the changelog's newest section and a bill of materials"
 	@echo "make setup    create the virtual environment in $(VENV)"
 
@@ -68,6 +70,14 @@ wheels: horovod-wheel
 # `horovod 0.28.1+hora`, which brings no files. Not in dist/, because all of that goes to the package index.
 horovod-wheel: $(STAMP)
 	cd packaging/horovod && $(abspath $(BIN))/python -m hatchling build -d $(CURDIR)/out/release -t wheel
+
+# Hours. What has passed on this commit is not run again: start it anew after an interruption.
+everything: $(STAMP)
+	$(BIN)/python tests/everything.py
+
+# What a release is built from and does, tried whole: clean tools, an empty environment, a newcomer's commands.
+release-check:
+	$(PYTHON) packaging/release_check.py
 
 # out/release: the newest section of the changelog, and a bill of materials (CycloneDX) of what it was built and tested with.
 release-notes: $(STAMP)
