@@ -115,7 +115,7 @@ def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]
         "## Training step against DistributedDataParallel (gloo)",
         "",
         '"DDP, warm memory" is DDP with the malloc settings that `hvd.init()` makes; ratios are against DDP and, '
-        "behind the dot, against that.",
+        "after the dot, against that.",
         "",
         "| model | optimizer | ranks | alone | DDP | DDP, warm memory | overlapped | times faster | sharded | times "
         "faster |",

@@ -98,7 +98,7 @@ def grow(name: str, script: Path, repeats: int, sizes: list[int]) -> None:
     for num_proc, got in times.items():
         wall, cpu = (statistics.median(t[i] for t in got) for i in (0, 1))
         each = f"{1000 * wall / num_proc:6.1f} ms a rank"
-        print(f"{name:8} {num_proc:4} ranks   {wall:7.2f} s   {each}   cpu {cpu:7.2f} s")
+        print(f"{name:8} {num_proc:4} rank{'s' if num_proc > 1 else ' '}   {wall:7.2f} s   {each}   cpu {cpu:7.2f} s")
 
 
 def main() -> None:
