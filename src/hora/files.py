@@ -16,7 +16,7 @@ _MAX_LINKS = 40
 def new_file(path: str | Path, *, mode: int = 0o600) -> int:
     """Return a descriptor, for reading and writing, of a new and empty file. Raises OSError.
 
-    A file that lies there is replaced, not emptied: others may have made it, hold it open or have other names for it.
+    An existing file is replaced, not emptied: another user may have made it, hold it open or have other names for it.
     Links of this user and of root are followed, links of others replaced. A device such as /dev/null is opened.
     """
     place, flags = _followed(Path(path)), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -30,7 +30,7 @@ def new_file(path: str | Path, *, mode: int = 0o600) -> int:
 
 
 def _followed(path: Path) -> Path:
-    """Follow the links at this place that nobody but this user and root has made."""
+    """Follow the links at this place that this user or root has made."""
     for _ in range(_MAX_LINKS):
         try:
             descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -2,7 +2,7 @@
 
 When a process is killed, Linux closes its connections and notifies its parent only after freeing its memory: 50 ms for
 300 MB. Before that it walks the robust futexes of each thread (get_robust_list(2)): it marks each word owned by the
-thread and wakes the waiters. So a thread of the worker owns such a word as long as the process lives, and a thread of
+thread and wakes the waiters. So a thread of the worker owns such a word as long as the process exists, and a thread of
 its agent waits for it:
 
     unowned (0) --own--> the thread's (its number) --the process ends or executes another program--> marked

@@ -78,7 +78,7 @@ def _read_variables_of_launchers() -> None:
 
 
 def _is_rank_of_ours() -> bool:
-    """Return whether a launcher of Hora started this very process as the rank that torch's variables say it is."""
+    """Return whether Hora started this very process as the rank that torch's variables name."""
     env = os.environ
     if "HORA_JOB" not in env or "TORCHELASTIC_RUN_ID" in env or multiprocessing.parent_process() is not None:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DISTRIBUTION = "hora-train"  # its name on the package index, where `hora` belongs to somebody else
+DISTRIBUTION = "hora-train"  # its name on the package index, where `hora` is another project
 HOROVOD_BASELINE = "0.28.1"  # the Horovod release whose interface is implemented
 
 

@@ -28,7 +28,7 @@ class RendezvousEndpoint:
     job: str = ""  # its name, part of every handshake
     worker: int = -1  # the number of the worker that owns the key; -1: the secret is shared by all
     host_store: bool = False  # rank 0 hosts the rendezvous; else torchrun does
-    more_ports: tuple[int, ...] = ()  # of a port that nobody chose: where rank 0 hosts it if others have that port
+    more_ports: tuple[int, ...] = ()  # where rank 0 tries next, if the port was not chosen by the user and is taken
     return_s: float = 10.0  # a worker may reconnect within this time
     relay: str = ""  # the local socket of this node's relay to it
 

@@ -1,4 +1,4 @@
-"""`hora report-bug`: what somebody who looks into a failure needs to know, in one file without secrets.
+"""`hora report-bug`: the facts that a developer needs to investigate a failure, in one file without secrets.
 
 Versions, the findings of `hora doctor`, the variables of Hora and of launchers, and the end of the files that are
 named: the job's output, its `verdict.json`. Names of hosts and users stay: read the file before you send it.

@@ -11,7 +11,7 @@ have additional links along that tree where needed. Links carry
     ack           the receiver has this news and forwards it
     bye           the sender has said goodbye: the end of its link is no loss
 
-Goodbyes are gathered like other values, so there are as many messages as ranks. A rank that hears the first one still
+Goodbyes are gathered like other values, so there are as many messages as ranks. After the first one a rank still
 executes what was agreed before: rounds of sets take other links, and have a moment to arrive (`WorldStatus`).
 
 News spreads along all links: a rank that has not seen it records it and forwards it to its other neighbours. A dead
@@ -130,7 +130,7 @@ class ControlTree:
         self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
         self._gatherings: dict[str, _Gathering] = {}
         self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
-        self._dead: set[int] = set()  # ranks that will neither acknowledge nor say goodbye
+        self._dead: set[int] = set()  # ranks that will neither acknowledge news nor send a goodbye
         self._noted: set[tuple[str, int]] = set()  # news already seen
         self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that it is to reach or bypass
         self._changed = threading.Condition()
@@ -220,7 +220,7 @@ class ControlTree:
         self._server.call(function)
 
     def leave(self, why: str) -> None:
-        """Say goodbye, once: this rank shuts down, or another one does. The first goodbye ends the world."""
+        """Send the goodbye, once: this rank or another one shuts down. The first goodbye ends the world."""
         with self._changed:
             if self.rank in self.goodbyes:
                 return
@@ -294,7 +294,7 @@ class ControlTree:
     # In the server's thread.
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """Handle a message of a rank. An error here is a bug of ours, no reason to disconnect that rank."""
+        """Handle a message of a rank. An error here is a bug in Hora, no reason to disconnect that rank."""
         try:
             self._on_message(peer, header, payload)
         except (ValueError, KeyError, TypeError) as error:
@@ -485,8 +485,8 @@ class ControlTree:
     def _believes(self, peer: Peer, news: _News) -> bool:
         """Return whether a connection may send this news.
 
-        A rank speaks for the ranks behind it; one that bypasses a stopped rank speaks for those behind that. Any rank
-        may report a fault.
+        Accept news about a rank only from its own side of the tree, or from a rank that bypasses a stopped one there.
+        Any rank may report a fault.
         """
         kind, rank, tree = news.kind, news.rank, self._tree
         if kind not in ("leaving", "lost"):

@@ -380,7 +380,7 @@ class ProcessSets:
 
 
 def _group_number(name: str, ranks: Sequence[int], times: int) -> int:
-    """Return the number that each member gives to a group: nothing is agreed, so nobody else can disturb that."""
+    """Return the number of a group, which each member computes alone: no rank outside the group takes part."""
     digest = hashlib.blake2b(json.dumps([name, list(ranks), times]).encode(), digest_size=7).digest()
     return _FIRST_GROUP + int.from_bytes(digest, "big")
 

@@ -4,7 +4,7 @@
 
 Each member derives the same batches from the agreed rounds. One thread at a time makes progress (`progress`).
 
-A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
+A thread that repeats a known call may use the queue exclusively (`repeated`) and puts nothing in flight: it is
 the driver, and other submissions are announced afterwards. If the other members do not come at once, or it is
 interrupted (Ctrl-C), its call goes in flight like an ordinary blocking request, and the next driver continues with it:
 
@@ -110,7 +110,7 @@ class OperationQueue(ProgressEngine):
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
         self.lane: deque[Request] = deque()  # repeated calls that no thread waits in
-        self._kept_back: list[Request] = []  # to be announced, while a thread has the queue to itself
+        self._kept_back: list[Request] = []  # to be announced after a thread has used the queue exclusively
         self._stalls = StallWatch(stall, ranks, self.member, world.status)
         self._make_transport = make_transport
         self.transports: dict[str, Transport] = {}  # by devices
@@ -133,7 +133,7 @@ class OperationQueue(ProgressEngine):
                     self.negotiation.announce(request.signature, instance)
                 if self.stopping:  # a signal handler has shut down meanwhile
                     raise self._error()
-            except BaseException:  # no member will ever learn of it
+            except BaseException:  # no member will ever see it
                 if self.in_flight.get(request.key) is request:
                     self.in_flight.pop(request.key, None)
                 self.check_open()
@@ -357,7 +357,7 @@ class OperationQueue(ProgressEngine):
             self.idle_if_closing()
 
     def leave_unfinished(self, request: Request, instance: int, go_on: GoOn) -> None:
-        """Put the call of the thread that has the queue to itself in the lane. `end_exclusive` follows."""
+        """Put the call of the thread that uses the queue exclusively in the lane. `end_exclusive` follows."""
         if (same := self.in_flight.get(request.signature.key(instance))) is not None:  # another thread's: not announced
             with self.lock:
                 self._kept_back = [each for each in self._kept_back if each is not same]
@@ -378,7 +378,7 @@ class OperationQueue(ProgressEngine):
             if busy or self.stopping or signature.name is not None:
                 return False
             self._hold(request, self.next_instance(signature))
-            if self._exclusive and not self.lane:  # a thread has the queue to itself, or is about to find this request
+            if self._exclusive and not self.lane:  # a thread uses the queue alone, or is about to find this request
                 del self.in_flight[request.key]
                 self.numbers[signature.operation] = request.instance
                 return False

@@ -93,7 +93,7 @@ def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
     if point in _open:
         return _open[point]
     if point.kind == "hora":
-        # An elastic worker requests its next place over this connection, so it speaks for that worker.
+        # An elastic worker requests its next place over this connection, so the connection is that worker's.
         worker, credentials = world.worker if world.elastic else -1, None
         if point.planned and not point.secret_file.startswith("/proc/"):  # a file that the user gave to both ends
             credentials = Credentials(read_secret_file(point.secret_file), point.job, point.worker)
@@ -215,7 +215,7 @@ def _join(point: RendezvousEndpoint, secret: bytes, rank: int, deadline: float) 
                 ) from error
             problem = error
         except ConnectionError as error:
-            if not point.more_ports:  # of several ports, those where nobody answers tell the least
+            if not point.more_ports:  # an error of a port without a listener says least
                 problem = error
         if left_s <= _PAUSE_S:
             raise HorovodInternalError(
@@ -233,7 +233,7 @@ _control_stores: dict[int, list[ControlStore]] = {}  # by generation: torch does
 def open_torch_store(world: World, *, limit_s: float) -> Store:
     """Return a store for torch's groups.
 
-    It is at the rendezvous of a Hora launcher, or hosted by rank 0 for other launchers' ranks. Where nobody chose a
+    It is at the rendezvous of a Hora launcher, or hosted by rank 0 for other launchers' ranks. Where the user chose no
     port, rank 0's has one of the system's choice, published through the ranks' rendezvous.
     """
     point, limit = world.rendezvous, timedelta(seconds=limit_s)

@@ -192,7 +192,7 @@ class Runtime:
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         self.num_joins += 1
-        # In every set, so that its other members do not wait in vain.
+        # In every set: its other members would wait for this rank.
         queues = self.sets.queues()
         if torch.cuda.is_initialized():
             for queue in queues:  # the driving thread may have another current GPU
@@ -251,7 +251,7 @@ class Runtime:
             queue.drain()
             queue.wait_for_gpu()
         if self._control_tree is not None:
-            # The others may learn it from here first; then no rank waits for goodbyes. Of a death they hear anyway.
+            # This may be the first report to the others: then no rank waits for goodbyes. A death reaches them anyway.
             if self.status.broken and not self.status.has_lost:
                 self._report_fault(self.status.reason)
             why = f"{text}: {self.status.reason}" if self.status.has_lost else self.status.reason

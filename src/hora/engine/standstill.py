@@ -1,9 +1,9 @@
 """Standstills: two ranks that each wait in a collective which the other one has not reached.
 
 The stall report says after a minute which ranks are missing. If such a rank itself waits for one that is stuck, neither
-can ever go on: one has left the training loop and averages a metric, say, while the other still reduces gradients.
-While its training thread waits, rank 0 asks the ranks that it waits for what theirs wait in, and warns early, once per
-wait. Pairs without rank 0 are left to the stall report.
+can ever go on: one has left the training loop and averages a metric, for example, while the other still reduces
+gradients. While its training thread waits, rank 0 asks the ranks that it waits for what theirs wait in, and warns
+early, once per wait. Pairs without rank 0 are left to the stall report.
 
 An operation counts only while it waits for members, not once it is executed. Both answers must be the same twice: a
 thread that still waits has done nothing in between.

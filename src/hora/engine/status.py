@@ -47,7 +47,7 @@ class WorldStatus:
         self.has_lost = False  # broken by a lost rank
         self._fault = self._closing = ""  # the reason
         self._closing_since = 0.0
-        self._gone: dict[int | None, str] = {}  # ranks that have left or died, and why; None: no group lives on
+        self._gone: dict[int | None, str] = {}  # ranks that have left or died, and why; None: no group goes on
         self._groups: weakref.WeakSet[GroupStatus] = weakref.WeakSet()
 
     @property

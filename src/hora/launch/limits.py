@@ -11,5 +11,5 @@ KILLED_S = 15.0  # until processes are gone after SIGKILL, even on a busy machin
 END_S = 20.0  # an agent ends by itself when the job is over
 UNREAD_S = 3.0  # a console takes output that it is offered, once the job was asked to end
 STARTER_END_S = 10.0  # then the process that has started it (ssh, srun)
-THREAD_END_S = 5.0  # a thread that was told to end
+THREAD_END_S = 5.0  # a thread that must end
 SPARK_END_S = 30.0  # Spark ends the tasks of a job that is cancelled or over

@@ -243,7 +243,7 @@ def guard(agent: int, controller: int | None = None) -> int:
     """Wait for the agent, then for all its orphans; return the agent's status.
 
     `controller`: our parent, which the agent serves. Once that has gone or has sent SIGTERM, an agent that does not end
-    is killed: somebody may have stopped it. Without a controller on this machine only one that is stopped is killed,
+    is killed: it may be stopped. Without a controller on this machine only one that is stopped is killed,
     because its ranks may take long to leave.
     """
     asked: list[int] = []

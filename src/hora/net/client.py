@@ -4,7 +4,7 @@ The engine meets its peers through it (`gather`, `set`, `get`, …), the worker 
 returns results and errors, and elastic training requests its next world. One reader thread per client receives answers
 and notices; any number of threads may call.
 
-    connected --broken, while it speaks for a worker--> reconnecting --within a limit--> connected
+    connected --broken, while it is a worker's--> reconnecting --within a limit--> connected
               --`close`, or broken--> closed                         --refused, or too late--> closed
 """
 
@@ -97,7 +97,7 @@ class ControlClient:
         self._listeners: list[Callable[[Notice], None]] = []
         self._notices: list[Notice] = []
         self._why_closed: str | None = None
-        self._reopen: Callable[[float], Connection] | None = None  # set once it speaks for a worker
+        self._reopen: Callable[[float], Connection] | None = None  # set once the connection is a worker's
         self._hello = requests.Hello(name)
         self._term = 0  # of the latest leader, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
@@ -192,7 +192,7 @@ class ControlClient:
         request = requests.Keys(world.rank, world.generation, epoch, ranks)
         return self._request(request, waiting_for="the keys of this world", limit_s=timeout_s)[1]
 
-    # ---- reporting home -----------------------------------------------------------------------------------
+    # ---- reporting to the launcher -----------------------------------------------------------------------------------
 
     def send_result(self, result: bytes) -> None:
         """Send this worker's result; returns once the launcher has it."""

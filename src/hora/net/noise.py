@@ -1,9 +1,9 @@
 """Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake and ciphers of every connection.
 
-There are two messages. The initiator's can only be read with the pre-shared key, so nothing else from a stranger is
-ever processed. The responder's completes a fresh key exchange, so a pre-shared key that leaks later does not decrypt
-recorded traffic. This module moves no bytes and is independent of Hora: `wire` provides the key and the prologue. See
-docs/protocol.md.
+There are two messages. The initiator's can only be read with the pre-shared key, so nothing else from an
+unauthenticated peer is ever processed. The responder's completes a fresh key exchange, so a pre-shared key that leaks
+later does not decrypt recorded traffic. This module moves no bytes and is independent of Hora: `wire` provides the key
+and the prologue. See docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Records:
     def lend(self) -> tuple[bytes, int]:
         """Return the key and the number of the next record, for a caller that processes an operation's records itself.
 
-        Both ends lend alike: if less than half of this key's records are left, both switch to the next one.
+        Both ends do the same: if less than half of this key's records are left, both switch to the next one.
         """
         if self._number > _RECORDS_OF_A_KEY // 2:
             self._rekey()

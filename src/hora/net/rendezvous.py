@@ -46,7 +46,7 @@ class RendezvousEvents:
         """The function raised on this worker."""
 
     def on_log_line(self, worker: int, text: str) -> None:
-        """A line that a worker wants to be shown where the job was started."""
+        """A worker's line for the terminal where the job was started."""
 
     def waiting(self, worker: int, generation: int) -> None:
         """The worker waits for a world later than this generation."""
@@ -113,7 +113,7 @@ class Rendezvous(KeyValueStore):
             call.answer(error="refused", message=why)
             return
         super()._carry_out(call)
-        # A rank of a job of fixed size has its worker's key, although its connection does not speak for the worker.
+        # A rank of a job of fixed size has its worker's key, although its connection is not that worker's.
         worker = max(call.peer.number, call.peer.speaker)
         if worker >= 0:
             self._heard[worker] = time.monotonic()

@@ -45,7 +45,7 @@ _LAST_READS = 64  # of a peer that no longer reads
 
 
 class Peer:
-    """States: stranger (until `handshake` is done) -> authenticated (`opener`, `sealer` exist) -> closed (not `open`).
+    """States: unknown (until `handshake` is done) -> authenticated (`opener`, `sealer` exist) -> closed (not `open`).
 
     `speaker`: the number of the worker or rank whose key it holds (-1: a shared key). `name` and `number` (of the
     worker, task or rank) belong to the server's handler. `host`: the remote address, or the process for a local socket;
@@ -224,7 +224,7 @@ class Server:
         return peer
 
     def serve(self, peer: Peer) -> None:
-        """Treat this peer like one that connected to us. Thread-safe."""
+        """Serve this peer like one that has connected here. Thread-safe."""
         self.call(lambda: self._admit(peer))
 
     def release(self, peer: Peer) -> socket.socket:

@@ -203,7 +203,7 @@ def is_own(address: str) -> bool:
 
 
 def listening_address(hostname: str, *, one_host: bool) -> str:
-    """Return the address to listen on so that peers with this name of ours can connect, as restrictively as possible.
+    """Return the most restrictive address to listen on that peers with this name of the machine can reach.
 
     That is a single address unless the name does not identify it: it may belong to a service in front of this host, or
     mean loopback here and another address elsewhere. `one_host`: all peers are on this machine.

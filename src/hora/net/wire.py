@@ -110,7 +110,7 @@ class Session(NamedTuple):
 
 
 class ServerHandshake:
-    """The server's half. It reads and stores at most 78 bytes of a stranger.
+    """The server's half. It reads and stores at most 78 bytes of an unauthenticated peer.
 
     `speaker`: the identity that the client claims, proven once there is a `session`. `refuses`: this client spoke the
     protocol, but under another key; `REFUSAL` as the answer tells it not to retry.

@@ -5,7 +5,7 @@ Kubeflow, or Hora itself. The file of a platform reads its variables and no othe
 
 - `detect(env)` returns the `World` of a rank, or None if the platform has not started this process as a rank;
 - `node(env, hostname)` returns the `Node` on which the command runs once, for `--join`, or None;
-- what else Hora wants to know of a scheduler's job: its hosts, whether there is one.
+- further facts about a scheduler's job, such as its hosts.
 
 `detect.py` has the lists of the platforms, in order of precedence. Nothing here opens a connection.
 """

@@ -75,7 +75,7 @@ def _queue_on_this_node() -> Any:
         try:
             queue.empty()
         except ray.exceptions.ActorUnschedulableError:
-            # Ray let a new node place it, which has not heard of this node yet. `soft=True` would leave it there.
+            # Ray let a new node place it, which does not know this node yet. `soft=True` would leave it there.
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PLACEMENT_PAUSE_S)

@@ -20,7 +20,7 @@ Bundle = Mapping[str, float]
 
 
 class BaseHorovodWorker:
-    """A rank's process. It lives, with all its state, until the executor is shut down."""
+    """A rank's process. It keeps all its state until the executor is shut down."""
 
     executable: Any = None
 

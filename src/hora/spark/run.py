@@ -81,10 +81,10 @@ def run_elastic(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_proc` Spark tasks; returns the results of the last workers in rank order.
 
-    The job continues while at least `min_num_proc` workers live and grows to at most `max_num_proc`. By default these
-    are `spark.dynamicAllocation.minExecutors` and `maxExecutors`, else `num_proc`. A failed worker fails its Spark
-    task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to survive. The function uses
-    `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
+    The job continues while at least `min_num_proc` workers are alive and grows to at most `max_num_proc`. By default
+    these are `spark.dynamicAllocation.minExecutors` and `maxExecutors`, else `num_proc`. A failed worker fails its
+    Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to survive. The function
+    uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
     given = locals()
     # Imported only here: other jobs start faster without it.

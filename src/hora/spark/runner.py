@@ -170,7 +170,7 @@ def _run_on_spark(
         watching=Watching.wanted(variables(), page=dashboard),
     )
     if elastic and not is_connect(cluster):  # Connect's stage keeps its size
-        # The job continues on the live tasks while Spark replaces the others.
+        # The job continues on the remaining tasks while Spark replaces the others.
         from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
         return value_of_rank_0(run_elastic_on_spark(cluster, job, min_num_proc=1, max_num_proc=job.num_proc))

@@ -290,7 +290,7 @@ def _accept_reach() -> None:
 def _started(start: Callable[[], Any]) -> Any:
     """Start a server of TensorFlow; in a job of one host it accepts nothing from other hosts.
 
-    TensorFlow lets nobody choose the address on which a server listens.
+    TensorFlow has no setting for the address on which a server listens.
     """
     before = {found.getsockname()[1] for found in _listening()}
     server = start()

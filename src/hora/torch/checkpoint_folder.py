@@ -1,8 +1,8 @@
 """A folder of numbered checkpoints that survives a kill at any time. Its users decide what a checkpoint contains.
 
 A checkpoint is two files. `<number>.ckpt` is in torch.save's format; `<number>.json` holds its size and SHA-256 and is
-renamed into place last. So a checkpoint is either complete or absent, and a damaged one is detected. The folder hands
-out paths: whoever reads them reads data (`hora.safe_load`), so no code in a file ever runs.
+renamed into place last. So a checkpoint is either complete or absent, and a damaged one is detected. The folder
+returns paths; their contents are read as data (`hora.safe_load`), so no code in a file ever runs.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -
     if not isinstance(name, (str, NoneType)):
         return None
     if not all(isinstance(number, Real) for number in (prescale, postscale, 0 if op is None else op)):
-        return None  # a tensor, say: the same object may have another value in the next call
+        return None  # such as a tensor: the same object may have another value in the next call
     wanted = int(ReduceOp.AVERAGE) if op is None else reduce_op(op)
     if wanted == ReduceOp.ADASUM:
         return None

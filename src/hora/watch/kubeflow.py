@@ -59,7 +59,7 @@ class Reports:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Reports | None:
-        """Return the reports that the variables request; None outside a TrainJob, or if it wants none."""
+        """Return the reports that the variables request; None outside a TrainJob, or if it requests none."""
         url, token_file = environ.get("KUBEFLOW_TRAINER_SERVER_URL"), environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN")
         if not url or not token_file:
             return None

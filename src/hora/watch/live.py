@@ -109,7 +109,7 @@ class Dashboard:
             self._reports.close(self._run)
         self._recorder.close()
 
-    # ---- the page's wishes, in the server's thread --------------------------------------------------------
+    # ---- the page's requests, in the server's thread --------------------------------------------------------
 
     def stacks(self) -> None:
         self._asked_stacks_at = time.time()

@@ -1,7 +1,7 @@
 """Lease of workers for ranks that run at their addresses: the ranks use these workers' GPUs and end with the workers.
 
 A job at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease from the workers' session. The lease is
-a connection that stays open while the ranks live, so that the session can wait for them when it stops workers.
+a connection that stays open while the ranks run, so that the session can wait for them when it stops workers.
 """
 
 from __future__ import annotations

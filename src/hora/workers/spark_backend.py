@@ -95,7 +95,7 @@ class SparkTaskBackend(WorkerBackend):
         for worker in workers:
             try:
                 self._workers[worker.number] = kind(self._cluster, worker, self._events)
-            except OSError as error:  # no descriptor is left, say
+            except OSError as error:  # no descriptor is left, for example
                 self._events.exited(Exited(worker.number, _FAILED, str(error)))
 
     def terminate(self, numbers: Iterable[int]) -> None:

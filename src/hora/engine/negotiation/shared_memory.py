@@ -57,7 +57,7 @@ from hora.engine.shm.segment import Segment, aligned
 _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
 _POSITION = struct.Struct("<q")  # of a member, in a cut
-# How long the coordinator delays news of some members in the hope that the others announce the same.
+# How long the coordinator delays news of some members: the others probably announce the same.
 _PATIENCE_S = 0.2
 # There are never more repeated calls between two rounds; not a power of two, because sleepers watch the low half.
 _TICKETS_PER_ROUND = 2**32 + 7919

@@ -125,7 +125,7 @@ class Collector:
         self.joining = False  # a member has joined, but not all have
 
     def may_speak(self, child: int, who: int) -> bool:
-        """Return whether this child speaks for that rank."""
+        """Return whether that rank is below this child."""
         return who == ALL or who in self._below[child]
 
     def add(self, child: int, announced: Announced, now: float) -> list[Announced]:

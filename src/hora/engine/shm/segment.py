@@ -78,7 +78,7 @@ class Segment:
         """Return a flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # numpy keeps the mapping while the view lives; with torch.frombuffer `close` would unmap it.
+        # numpy keeps the mapping while the view exists; with torch.frombuffer `close` would unmap it.
         raw = np.frombuffer(self.memory, dtype=np.uint8, offset=offset, count=count * dtype.itemsize)
         return torch.from_numpy(raw).view(dtype)
 
@@ -95,7 +95,7 @@ class Segment:
 class Window:
     """A second mapping of a piece that `SharedMemory.allocate` returned, unmapped with its last tensor.
 
-    Whoever keeps a tensor of a window can keep its values too, while the piece is written again: `keep`.
+    The values of a tensor of a window can be kept while the piece is written again: `keep`.
     """
 
     def __init__(self, piece: torch.Tensor) -> None:

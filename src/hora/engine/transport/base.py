@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Membership(NamedTuple):
-    """This process's place among some members that call the same operations, and the check that the others live."""
+    """This process's place among some members that call the same operations, and a check of the others."""
 
     member: int
     num_members: int

@@ -86,7 +86,7 @@ class _NativeRecords:
         self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
 
     def lend(self) -> RecordsOfOneDirection:
-        """Lend the records to the native part. Both ends of a connection lend alike."""
+        """Lend the records to the native part. Both ends of a connection do the same."""
         key, number = self._records.lend()
         if key != self._key:
             library, context = _libcrypto(), self._description.context

@@ -318,7 +318,7 @@ class Agent:
                 case Start():
                     try:
                         self._start(message)
-                    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, say
+                    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, for example
                         why = f"cannot start a worker: {error}; see `ulimit -n` and `ulimit -u`"
                         self._exited(message.worker, 127, why)
                 case Terminate(workers, grace_s):

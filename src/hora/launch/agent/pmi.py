@@ -261,7 +261,7 @@ def _is_socket(descriptor: int) -> bool:
 
 
 class Gate:
-    """Connections to a port of ours, passed on to a local socket if they are of our user."""
+    """Forwards connections to a port of this process to a local socket, if they come from this user."""
 
     def __init__(self, listener: socket.socket, place: str) -> None:
         self._listener, self._place = listener, place

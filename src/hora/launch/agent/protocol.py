@@ -119,7 +119,7 @@ class Exited(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """The agent was asked to end: its workers shall commit and leave."""
+    """The agent received SIGTERM: its workers are to commit and leave."""
 
 
 class Finished(NamedTuple):

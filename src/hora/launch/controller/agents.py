@@ -268,7 +268,7 @@ class Agents:
         self._release(node)
 
     def _release(self, node: AgentHandle) -> None:
-        """Tell the provider that an agent is gone, or is given up. Does not wait."""
+        """Tell the provider that an agent is gone, or was dropped. Does not wait."""
         if self._provider is not None:
             why = node.complaints.text or "the job is over"
             self._in_thread(f"hora-ended {node.name}", self._provider.ended, node.name, why)

@@ -139,7 +139,7 @@ def run_job(
         stack.callback(output.close)
 
         def hurry(kind: type[BaseException] | None, *_: object) -> None:
-            if kind is not None and not issubclass(kind, Exception):  # a signal: nobody may read the console any more
+            if kind is not None and not issubclass(kind, Exception):  # a signal: the console may have no reader now
                 output.hurry()
 
         stack.push(hurry)
@@ -344,7 +344,7 @@ class _Controller(Observation):
         return facts
 
     def _report_silence(self, now: float) -> None:
-        """Say which ranks do not answer although others have ended: a job of fixed size waits for them for ever."""
+        """Log the ranks that do not answer although others have ended: a job of fixed size waits for them forever."""
         if self._policy.elastic or all(worker.silent_since is None for worker in self._workers):
             return
         stall = {name: value for name, value in self._job.env.items() if name.startswith("HOROVOD_STALL_")}

@@ -123,7 +123,7 @@ class OutputWriter:
             return self._tails[worker].text if worker in self._tails else ""
 
     def hurry(self) -> None:
-        """The job was asked to end: give up a console that takes nothing for a while, such as one that nobody reads."""
+        """The job is to end: stop writing to a console that accepts nothing for a while, such as an unread pipe."""
         for console in self._consoles.values():
             console.hurry()
 
@@ -277,12 +277,12 @@ class _Console:
             _log.warning("the workers' output cannot be shown any more: %s", error)
 
     def _write_when_there_is_room(self, room: select.poll, data: bytes) -> None:
-        """Write to a pipe or terminal without ever blocking in it: nobody could end this thread, and the launcher."""
+        """Write to a pipe or terminal without blocking: a blocked thread, and the launcher, could not be ended."""
         self._stream.flush()
         view, since = memoryview(data), time.monotonic()
         while view:
             if room.poll(_LOOK_MS):
-                with contextlib.suppress(BlockingIOError):  # somebody has made it non-blocking, and others write, too
+                with contextlib.suppress(BlockingIOError):  # another process has made it non-blocking, or writes too
                     view = view[os.write(self._descriptor, view[: select.PIPE_BUF]) :]
                     since = time.monotonic()
             elif self._hurried_at is not None and time.monotonic() > max(since, self._hurried_at) + UNREAD_S:

@@ -29,7 +29,7 @@ from hora.launch.slots import Slot, place_ranks
 LINGER_LIMIT_S = 30.0
 # How long to wait for the cause after a rank reports that another rank is lost.
 ROOT_CAUSE_WAIT_S = 2.0
-# A process that closes its connection exits at once: one that lives longer was disconnected.
+# A process that closes its connection exits at once: one that runs on was disconnected.
 # It may reconnect within this time.
 LOST_LIMIT_S = 10.0
 LOST = "its connection to the launcher was lost"

@@ -180,7 +180,7 @@ class Etcd:
             )
         if "lease not found" in text:
             raise StoreError(text)
-        raise OSError(text)  # a member without a leader, say: the next one is asked
+        raise OSError(text)  # such as a member without a leader: try the next one
 
     def _post(
         self, member: tuple[str, int], path: str, question: Mapping[str, Any], token: str

@@ -44,7 +44,7 @@ class LeaderTerm:
 class Contents:
     """State of a job in the store."""
 
-    term: int  # the leader's, 0 where nobody leads
+    term: int  # the leader's, 0 without a leader
     values: Mapping[str, Mapping[str, Any]]
     leader_version: str = ""  # changes with every write of the leader's entry
 

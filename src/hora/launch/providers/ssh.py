@@ -102,7 +102,7 @@ class Ssh:
 
 
 class SshHosts:
-    """Starts agents by ssh: see `Provider`. Every agent has its own key: a host can only speak for itself."""
+    """Starts agents by ssh: see `Provider`. Every agent has its own key, so no host can pose as another."""
 
     def __init__(self, hosts: Sequence[HostInfo], ssh: Ssh, *, verbose: bool = False) -> None:
         self._hosts, self._ssh, self._verbose = tuple(hosts), ssh, verbose

@@ -68,7 +68,7 @@ _FIELDS = ("settings", "parameters", "buffers")
 
 @dataclass(frozen=True, kw_only=True)
 class DriftSettings:
-    """The user's wishes for the comparison."""
+    """The user's settings of the comparison."""
 
     on_drift: str = "warn"  # or "error", "ignore"
     local: Collection[str] = ()  # names of hyperparameters, parameters, buffers or modules that differ by intent
@@ -89,7 +89,7 @@ class _Piece(NamedTuple):
 
 class Rotation:
     """Goes through tensors a part at a time, the same one on every rank. Digests of a GPU's tensors come a turn later,
-    so that nobody waits for it.
+    so that no rank waits for it.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class DriftWatch:
         return [(name, tensor) for name, tensor in tensors if not is_local(name, self._local)]
 
     def compare(self, parameters: Named, buffers: Named = ()) -> None:
-        """Compare the digests with the others' (collective). Raises DriftError if a member wants it."""
+        """Compare the digests with the others' (collective). Raises DriftError if the settings of a member say so."""
         began = time.perf_counter()
         step_s = max((began - self._since) / self._gap, 1e-9)
         wanted = max(min(self._exchange_s / (_SHARE_OF_TIME * step_s), _LONGEST), _SHORTEST)
@@ -298,7 +298,7 @@ class DriftWatch:
     # --- a difference -------------------------------------------------------------------------------------------------
 
     def _report(self, fields: Sequence[str], tensors: Mapping[str, _Tensors], *, is_error: bool) -> None:
-        """Find out what differs (collective), and say it once."""
+        """Find out what differs (collective), and report it once."""
         self._ended.update(_FIELDS)
         self._expect(self._gap)
         of_all = self._exchange(self._facts(fields, tensors))

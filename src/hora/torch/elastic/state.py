@@ -3,7 +3,7 @@
 save      keep the current values in memory
 restore   go back to the values saved last
 sync      copy rank 0's values to all ranks
-commit    save, then check whether hosts have changed or the job shall end
+commit    save, then check whether hosts have changed or the job is to end
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostUpdateResult:
     removed = 1
     added = 2
     mixed = removed | added
-    leave = 4  # the whole job shall end
+    leave = 4  # the whole job is to end
 
 
 class NotificationManager:
@@ -113,7 +113,7 @@ class State:
     def commit(self) -> None:
         """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 knows of new hosts.
 
-        If the job shall end, all ranks exit here: SystemExit with status 75, "start it again".
+        If the job is to end, all ranks exit here: SystemExit with status 75, "start it again".
         """
         self.save()
         self._num_commits += 1

@@ -7,8 +7,8 @@ the buckets lie in it and are reduced in place. `finish` reduces the last bucket
 
 Users may do anything to a `.grad`: give it other memory, move its storage (`share_memory`), keep it over steps. So it
 is a new tensor in every step, on a storage that the engine does not use itself (`_lend`), and in the next step its
-address says whether it still is in the bucket. What somebody still holds then keeps its memory, and the bucket gets
-other.
+address says whether it still is in the bucket. A tensor that is still referenced then keeps its memory, and the bucket
+gets other.
 
 States of a bucket: filling --last gradient--> full, and started if it may overlap --finish--> filling.
 """
@@ -126,7 +126,7 @@ class Bucket:
         return self._is_direct or isinstance(self.reduction, RequestedReduction)
 
     def begin(self) -> None:
-        """Begin a step. Gradients of earlier steps that somebody holds, apart from `.grad`, keep their memory."""
+        """Begin a step. Gradients of earlier steps that are referenced elsewhere than in `.grad` keep their memory."""
         self._was_moved = False
         num_uses = use_count(self.storage._cdata)
         if self.storage.data_ptr() != self.address:

@@ -73,7 +73,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = []  # when hooks were registered
         self._last_arrivals: list[torch.Tensor] = []
-        self._hooks_of: dict[int, tuple[dict[int, Any], int]] = {}  # all hooks of a parameter, and the key of ours
+        self._hooks_of: dict[
+            int, tuple[dict[int, Any], int]
+        ] = {}  # a parameter's hooks, and the key of this optimizer's
         self.op = options.op
         self.gradient_predivide_factor = options.gradient_predivide_factor
         self.process_set = options.process_set
@@ -90,7 +92,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self.register_step_post_hook(FirstSteps())
 
     def _replace_earlier(self) -> None:
-        """Have an earlier optimizer of these parameters let go of them: a cell of a notebook was called again."""
+        """Detach an earlier optimizer of these parameters: a cell of a notebook was run again."""
         mine = set(parameters_of(self))
         for number, earlier in list(_live.items()):
             if not mine.isdisjoint(earlier._hooked):

@@ -404,7 +404,7 @@ class LocalOptimizer(_DistributedOptimizer):
         for number, part in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
             name, offset = f"fragment {number} of {settings.fragments}", number * settings.every // settings.fragments
             wanted.append((name, parameters[part], list, self._anchors[part], settings.every, offset, self.outer))
-        # Frozen before the first step, say, and thawed later: what was trained once may be again.
+        # A parameter may be frozen before the first step and thawed later.
         hooked = self._requires_update
         trained = [p for p in parameters if p.requires_grad or p in hooked or self.state.get(p)]
         for name, every in settings.moments.items():

@@ -135,7 +135,7 @@ class SliceCopies:
         if self._all_begun is not None:
             whole = self._state.flats[place].clone()
             parts = whole.chunk(size), self._copies[place].chunk(size)
-            # Read after the copy: a rank that was given up may have begun to write in between.
+            # Read after the copy: a rank that was dropped may have begun to write in between.
             for begun, part, copy in zip(self._all_begun.tolist(), *parts, strict=True):
                 if begun > self._ended:
                     part.copy_(copy)

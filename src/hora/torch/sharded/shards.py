@@ -381,7 +381,7 @@ class Shards(Reducer):
         return moved
 
     def give_back(self, moved: Sequence[tuple[ShardBucket, int]]) -> None:
-        """Put the new values into parameters that have other memory, which is given up unless it is shared."""
+        """Put the new values into parameters that have other memory, which is freed unless it is shared."""
         for bucket, index in moved:
             parameter = bucket.spec.parameters[index]
             if bucket.is_moved:

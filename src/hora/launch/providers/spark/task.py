@@ -119,7 +119,7 @@ class _Bridge:
                     case Quit(status):
                         raise RuntimeError(f"the rank of task {task} ended with exit code {status}")
         except (EOFError, OSError):
-            return  # the driver is gone or has given up: only the agent is left to end
+            return  # the driver is gone or has dropped this task: only the agent is left to end
         finally:
             self._end()
 

@@ -76,7 +76,7 @@ class _WarmProcess(ForkServer):
         self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=self._env)
 
     def suits(self, env: Mapping[str, str]) -> bool:
-        """Tell whether it lives and was started with this environment."""
+        """Return whether it is alive and was started with this environment."""
         return self._process.poll() is None and env == self._env
 
     def close(self) -> None:
