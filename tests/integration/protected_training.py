@@ -47,6 +47,11 @@ class Recipe:
         if name == "static graph":
             self.options["static_graph"] = True
 
+    def parts(self) -> list[list[int]]:
+        """Return the passes of a step, by the reductions that they take part in."""
+        every = range(self.passes)
+        return [[index] for index in every] if self.name == "accumulation without no_sync" else [[*every]]
+
     def networks(self) -> list[torch.nn.Module]:
         torch.manual_seed(1)
         if self.name == "unused parameters":
@@ -135,7 +140,9 @@ def train(plan: dict[str, Any], folder: Path) -> None:
                 with models[0].no_sync() if quiet else contextlib.nullcontext():
                     scaler.scale(next(losses[index])).backward()
             if any(death["step"] == step for death in plan["deaths"]):
-                kept.setdefault(str(step), []).append([p.grad.clone() for p in parameters_of(optimizer)])
+                kept.setdefault(str(step), []).append(
+                    [None if p.grad is None else p.grad.clone() for p in parameters_of(optimizer)]
+                )
             if number == 0 and phase == "reduced":
                 die()
             finish_step(recipe, scaler, optimizer)
@@ -168,17 +175,21 @@ def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dic
         dying = [death["worker"] for death in plan["deaths"] if death["step"] == step]
         left = [worker for worker in members if worker not in dying]
         for number, optimizer in enumerate(optimizers):
-            own = {
-                worker: _own_gradients(recipe, networks, optimizers, number, scaler, worker, step) for worker in members
-            }
-            means = [_means(own, members), _means(own, left)]
+            passes = [
+                {
+                    worker: gradients_of(recipe, networks, optimizers, number, scaler, worker, step, part)
+                    for worker in members
+                }
+                for part in recipe.parts()
+            ]
             for index, p in enumerate(parameters_of(optimizer)):
-                options = [mean[index] for mean in means]
-                if dying:
-                    used = grads[str(step)][number][index]
-                    options = [option for option in options if _same(option, used)]
-                    assert options, f"step {step}: gradient {index} is the mean of no members"
-                p.grad = options[0].clone()
+                options: list[torch.Tensor | None] = [None]
+                for own in passes:
+                    columns = [[own[worker][index] for worker in group] for group in (members, left)]
+                    options = [mean_of(column, before) for before in options for column in columns]
+                used = grads[str(step)][number][index] if dying else options[0]
+                assert any(_same(option, used) for option in options), f"step {step}: gradient {index} is no mean"
+                p.grad = None if used is None else used.clone()
             finish_step(recipe, scaler, optimizer)
         scaler.update()
         scheduler.step()
@@ -186,31 +197,44 @@ def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dic
     return result_of(networks, optimizers)
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
     return torch.equal(first.nan_to_num(1.5), second.nan_to_num(1.5))
 
 
-def _own_gradients(
-    recipe: Recipe, networks: list[torch.nn.Module], optimizers: Any, number: int, scaler: Any, worker: int, step: int
-) -> list[torch.Tensor]:
-    losses = [recipe.losses(networks, recipe.rows(worker, step, index)) for index in range(recipe.passes)]
+def gradients_of(
+    recipe: Recipe,
+    networks: list[torch.nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    number: int,
+    scaler: Any,
+    worker: int,
+    step: int,
+    part: list[int],
+) -> list[torch.Tensor | None]:
+    """Return a worker's own gradients for an optimizer, summed over some passes of a step."""
+    losses = [recipe.losses(networks, recipe.rows(worker, step, index)) for index in part]
     optimizers[number].zero_grad()
     for loss in losses:
         for _ in range(number):
             next(loss)
         scaler.scale(next(loss)).backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters_of(optimizers[number])]
+    return [None if p.grad is None else p.grad.clone() for p in parameters_of(optimizers[number])]
 
 
-def _means(own: dict[int, list[torch.Tensor]], members: list[int]) -> list[torch.Tensor]:
-    columns = zip(*(own[worker] for worker in members), strict=True)
-    return [mean_of(list(column)) for column in columns]
+def mean_of(tensors: list[torch.Tensor | None], before: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the mean in the arithmetic of the engine: a sum in the order of ranks, which is then divided.
 
-
-def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean in the arithmetic of the engine: a sum in the order of ranks, which is then divided."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
+    Each rank adds its gradient to what it has from `before`. None: no rank has one.
+    """
+    like = next((tensor for tensor in (before, *tensors) if tensor is not None), None)
+    if like is None:
+        return None
+    before = torch.zeros_like(like) if before is None else before
+    first, *others = [before if tensor is None else before + tensor for tensor in tensors]
+    total = first.clone()
+    for tensor in others:
         total += tensor
     return total / len(tensors)
 

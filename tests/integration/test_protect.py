@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from job_process import run_command
 from protected_training import replay
+
+import horovod
 
 _SCRIPT = Path(__file__).with_name("protected_training.py")
 
@@ -38,3 +41,119 @@ def run_and_replay(folder: Path, plan: dict[str, Any], num_proc: int) -> str:
 def test_ranks_that_die_in_every_phase_cost_no_step(tmp_path: Path):
     deaths = [death(3, 2, "forward"), death(1, 5, "gradient 4"), death(0, 8, "reduced"), death(2, 11, "stepped")]
     run_and_replay(tmp_path, {"recipe": "plain", "steps": 15, "deaths": deaths}, 5)
+
+
+_TWO_DEATHS = [death(1, 3, "gradient 0"), death(0, 5, "reduced")]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "scaler",
+        "two models",
+        pytest.param("accumulation", marks=pytest.mark.slow),
+        pytest.param("accumulation without no_sync", marks=pytest.mark.slow),
+        pytest.param("unused parameters", marks=pytest.mark.slow),
+        pytest.param("static graph", marks=pytest.mark.slow),
+        pytest.param("views", marks=pytest.mark.slow),
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_trainings_of_every_kind_lose_no_step(tmp_path: Path, recipe: str):
+    run_and_replay(tmp_path, {"recipe": recipe, "steps": 8, "deaths": _TWO_DEATHS}, 4)
+
+
+def test_two_ranks_that_die_at_once_and_one_that_is_left_alone(tmp_path: Path):
+    deaths = [death(0, 4, "gradient 2"), death(2, 4, "forward"), death(1, 7, "reduced")]
+    run_and_replay(tmp_path, {"recipe": "views", "steps": 9, "deaths": deaths}, 4)
+
+
+def test_without_an_elastic_launcher_nothing_happens():
+    import hora.elastic
+
+    hora.elastic.protect(torch.nn.Linear(2, 1))
+
+
+def test_a_job_of_a_fixed_size_is_told_how_to_start():
+    def train() -> str:
+        import torch
+        import torch.distributed as dist
+
+        import hora.elastic
+
+        dist.init_process_group("hora")
+        try:
+            hora.elastic.protect(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for message in horovod.run(train, num_proc=2):
+        assert "start it with --min-np, such as: hora run -np 2 --min-np 1 python train.py" in message
+
+
+def test_what_cannot_be_protected_is_refused_on_every_rank():
+    def train() -> list[str]:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        import hora.elastic
+
+        dist.init_process_group("hora")
+        net, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        model, plain = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1)
+        compressed, sparse = (
+            DistributedDataParallel(torch.nn.Linear(2, 1)),
+            DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True)),
+        )
+        compressed.register_comm_hook(None, fp16_compress_hook)
+        foreign = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=dist.new_group(backend="gloo"))
+        part = dist.new_group([0, 1])
+        calls = [
+            (model, None),
+            (net, plain),
+            (model, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)),
+            (model, torch.optim.SGD(other.parameters(), 0.1)),
+            (compressed, torch.optim.SGD(compressed.parameters(), 0.1)),
+            (sparse, torch.optim.SGD(sparse.parameters(), 0.1)),
+            (foreign, torch.optim.SGD(foreign.parameters(), 0.1)),
+        ]
+        if dist.get_rank() < 2:
+            small = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=part)
+            calls.append((small, torch.optim.SGD(small.parameters(), 0.1)))
+        found = []
+        for one, optimizer in calls:
+            try:
+                hora.elastic.protect(one, optimizer)
+            except ValueError as error:
+                found.append(str(error))
+        try:
+            hora.elastic.protect(model, plain, sampler=torch.utils.data.SequentialSampler([1]))
+        except ValueError as error:
+            found.insert(0, str(error))
+        rate = torch.optim.Adam if dist.get_rank() == 2 else torch.optim.SGD
+        try:
+            hora.elastic.protect(model, rate(net.parameters(), 0.1))
+        except ValueError as error:
+            found.insert(0, str(error))
+        dist.barrier()  # a rank that leaves at once would end the others' world
+        dist.destroy_process_group()
+        return found
+
+    results = horovod.run(train, num_proc=3, min_num_proc=2)
+    for found in results:
+        differs, sampler, missing, bare, sharded, foreign_parameters, hook, sparse, backend, *part = found
+        assert "rank(s) [2] have other models or optimizers than rank 0" in differs
+        assert "hora.elastic.ElasticSampler" in sampler
+        assert "needs the optimizer, too" in missing
+        assert "DistributedDataParallel, but this one is a Linear: wrap it" in bare
+        assert "use a plain optimizer" in sharded
+        assert "has no parameter of the given models" in foreign_parameters
+        assert "leave register_comm_hook out" in hook
+        assert "use Embedding(sparse=False)" in sparse
+        assert 'use init_process_group("hora")' in backend
+        assert all("give it the default group" in text for text in part)
+    assert [len(found) for found in results] == [10, 10, 9]

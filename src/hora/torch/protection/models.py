@@ -58,9 +58,12 @@ class ProtectedModel:
         call = Call(lambda: group.average(source, mean), [mean])
         self._waiting.append((call, future))
         self._protection.start(call)
+        backward = torch._C._current_graph_task_id()
+        if backward < 0 or (self.model.static_graph and self.num_passes <= 1):
+            self._finish_backward()  # DDP reduces the first pass of a static graph after it, and waits at once
+            return future
         if call.work is not None:
             group.go_on_in_background()
-        backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)

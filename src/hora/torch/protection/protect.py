@@ -62,8 +62,9 @@ def protect(
             "optimizers: protect([first, second], [optimizer_1, optimizer_2])"
         )
     belongings = Belongings(models, optimizers, _with_state(scheduler, "scheduler"), _with_state(sampler, "sampler"))
-    _active.append(_ProtectedLoop(models, optimizers, belongings))
-    _active[0].begin()
+    loop = _ProtectedLoop(models, optimizers, belongings)
+    loop.begin()
+    _active.append(loop)
 
 
 class _ProtectedLoop:
@@ -85,6 +86,8 @@ class _ProtectedLoop:
         self._waiting_for = set[torch.optim.Optimizer]()  # optimizers that step before this step is over
 
     def begin(self) -> None:
+        self._protection.enter()
+        engine.admit_later()
         for optimizer in self._optimizers:
             optimizer.register_step_post_hook(self._stepped)
         notification_manager.init()
@@ -97,8 +100,6 @@ class _ProtectedLoop:
 
         group: Any = self._group
         group.shutdown = shutdown
-        self._protection.enter()
-        engine.admit_later()
         for model in self._models:
             model.hook()
         self._guard.put_up()
