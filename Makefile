@@ -89,9 +89,10 @@ release-notes: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/hora demo penguins
 
+WORDS = $(BIN)/python docs/reference/prose.py
 lint: style
 	$(BIN)/mypy
-	$(BIN)/python docs/reference/prose.py
+	$(WORDS)
 
 style: $(STAMP)
 	$(BIN)/ruff check .
@@ -114,7 +115,7 @@ format: $(STAMP)
 # The types are checked and the pages built beside the tests.
 SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 test: style
-	@mkdir -p out; { $(BIN)/mypy && $(PAGES); } >out/beside.txt 2>&1 & beside=$$!; \
+	@mkdir -p out; { $(BIN)/mypy && $(WORDS) && $(PAGES); } >out/beside.txt 2>&1 & beside=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40; \
 	tested=$$?; wait $$beside; good=$$?; cat out/beside.txt; exit $$((tested + good))
 
