@@ -110,8 +110,7 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
             DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True)),
         )
         compressed.register_comm_hook(None, fp16_compress_hook)
-        foreign = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=dist.new_group(backend="gloo"))
-        part = dist.new_group([0, 1])
+        part = dist.new_group([0])
         calls = [
             (model, None),
             (net, plain),
@@ -119,9 +118,8 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
             (model, torch.optim.SGD(other.parameters(), 0.1)),
             (compressed, torch.optim.SGD(compressed.parameters(), 0.1)),
             (sparse, torch.optim.SGD(sparse.parameters(), 0.1)),
-            (foreign, torch.optim.SGD(foreign.parameters(), 0.1)),
         ]
-        if dist.get_rank() < 2:
+        if dist.get_rank() == 0:
             small = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=part)
             calls.append((small, torch.optim.SGD(small.parameters(), 0.1)))
         found = []
@@ -134,7 +132,7 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
             hora.elastic.protect(model, plain, sampler=torch.utils.data.SequentialSampler([1]))
         except ValueError as error:
             found.insert(0, str(error))
-        rate = torch.optim.Adam if dist.get_rank() == 2 else torch.optim.SGD
+        rate = torch.optim.Adam if dist.get_rank() == 1 else torch.optim.SGD
         try:
             hora.elastic.protect(model, rate(net.parameters(), 0.1))
         except ValueError as error:
@@ -143,10 +141,10 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
         dist.destroy_process_group()
         return found
 
-    results = horovod.run(train, num_proc=3, min_num_proc=2)
+    results = horovod.run(train, num_proc=2, min_num_proc=2)
     for found in results:
-        differs, sampler, missing, bare, sharded, foreign_parameters, hook, sparse, backend, *part = found
-        assert "rank(s) [2] have other models or optimizers than rank 0" in differs
+        differs, sampler, missing, bare, sharded, foreign_parameters, hook, sparse, *part = found
+        assert "rank(s) [1] have other models or optimizers than rank 0" in differs
         assert "hora.elastic.ElasticSampler" in sampler
         assert "needs the optimizer, too" in missing
         assert "DistributedDataParallel, but this one is a Linear: wrap it" in bare
@@ -154,6 +152,5 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
         assert "has no parameter of the given models" in foreign_parameters
         assert "leave register_comm_hook out" in hook
         assert "use Embedding(sparse=False)" in sparse
-        assert 'use init_process_group("hora")' in backend
         assert all("give it the default group" in text for text in part)
-    assert [len(found) for found in results] == [10, 10, 9]
+    assert [len(found) for found in results] == [9, 8]
