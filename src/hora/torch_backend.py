@@ -32,7 +32,6 @@ def register() -> None:
         return
     if not hasattr(dist.Backend, "HORA"):
         dist.Backend.register_backend("hora", _create, extended_api=True, devices=["cpu", "cuda"])
-    _leave_out_flight_recorder()
     _read_variables_of_launchers()
     wish = os.environ.get("HORA_REPLACE_GLOO", "0")
     if wish not in ("", "0", "1"):
@@ -44,14 +43,22 @@ def register() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     from hora.torch.distributed.creation import create
 
-    return create(options, backend_options)
+    return create(options, backend_options, hooked=_calls_are_hooked())
 
 
-def _leave_out_flight_recorder() -> None:
-    """Keep torch 2.15 from attaching its flight recorder: it fails for a group that is written in Python as a whole."""
+def _calls_are_hooked() -> bool:
+    """Return whether the user wants torch's hooks around every call: its flight recorder or its check for NaN.
+
+    torch 2.15 attaches the recorder by default, which makes a small call half as slow again, to the groups whose
+    backend does not record by itself. Ours does in its own way, so it is left out unless a variable asks for it.
+    """
+    sizes = (os.environ.get(name, "") for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+    wanted = next(filter(None, sizes), "0")
+    records = wanted.isdecimal() and int(wanted) > 0
     torchs = sys.modules.get("torch.distributed.distributed_c10d")
     recording: set[str] = getattr(torchs, "_FR_SELF_RECORDING_BACKENDS", set())  # a torch without it attaches none
-    recording.add("hora")
+    (recording.discard if records else recording.add)("hora")
+    return records or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
 
 
 def _read_variables_of_launchers() -> None:
@@ -127,6 +134,8 @@ def replace_gloo() -> None:
             print("hora: this job asked for gloo and runs on Hora (HORA_REPLACE_GLOO=1)", flush=True)
         made = original(group_size, group_rank, ranks, c10d.Backend("hora"), store, group_name, *others, **named)
         group, prefix_store = made
+        if hasattr(group, "profile_name"):
+            group.profile_name = _GLOO
         if prefix_store is not None:
             c10d._world.pg_map[group] = (c10d.Backend(_GLOO), prefix_store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(_GLOO)))

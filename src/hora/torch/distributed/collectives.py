@@ -1,4 +1,4 @@
-"""`Collectives`: the methods of a process group, under the names by which torch's versions call them.
+"""`Collectives`: the methods of a process group, under torch's newest names for them.
 
 The implementation for both of torch's shapes: a whole group, or a backend for a device. Operations that the engine
 lacks are composed: a gather is an alltoall in which one member receives, and bitwise reductions fold a gathered result.
@@ -15,10 +15,4 @@ from hora.torch.distributed.reduce_scatter import ReduceScatter
 
 
 class Collectives(Allreduce, ReduceScatter, Allgather, Broadcast, Alltoall, Barrier):
-    """Every call of a process group. Those with older names are at the end."""
-
-    _allgather_base = Allgather.all_gather_single
-    _reduce_scatter_base = ReduceScatter.reduce_scatter_single
-    allgather_into_tensor_coalesced = Allgather.all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = ReduceScatter.reduce_scatter_single_coalesced
-    alltoall_base = Alltoall.all_to_all_single
+    """Every call of a process group."""

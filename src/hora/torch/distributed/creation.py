@@ -8,38 +8,66 @@ its members register.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hora import engine
 from hora.config import EngineConfig
+from hora.engine import Runtime
+from hora.engine.queue import OperationQueue
 from hora.engine.rendezvous import close_store, world_of_store
 from hora.platforms.detect import detect_world
 from hora.requirements import require
+from hora.torch.distributed.backend import HoraBackend
+from hora.torch.distributed.endpoint import Endpoint
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.distributed.live import remember
+from hora.torch.distributed.shape import HAS_BACKENDS
 from hora.torch.untraced import leave_untraced
 from hora.world import World
 
+_End = TypeVar("_End", bound=Endpoint)
 
-def create(options: Any, backend_options: Any) -> HoraProcessGroup:
-    """Create a group; called by torch (`extended_api`)."""
+
+def create(options: Any, backend_options: Any, *, hooked: bool) -> HoraProcessGroup | HoraBackend:
+    """Create a group; called by torch (`extended_api`). `hooked`: torch will attach hooks to it."""
     # Before 2.7 C++ code, such as DDP's, loses the Python half of a work object and never returns.
     require("torch", torch.__version__, feature='the backend "hora" of torch.distributed', floor="2.7")
-    _check_alone(sys._getframe(2).f_locals.get("backend_config"))
+    alone = _is_alone(sys._getframe(2).f_locals.get("backend_config"))
     leave_untraced()
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
-    return make_group(options.group_id, options.store, options.group_rank, options.group_size, timeout, ranks)
+    place = options.group_id, options.store, options.group_rank, options.group_size, timeout, ranks
+    return _make_group(hooked, *place) if alone else HoraBackend(_make_endpoint(*place))
 
 
-def make_group(
-    name: str, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
+def _make_group(
+    hooked: bool, name: str, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
 ) -> HoraProcessGroup:
-    """Return this rank's end of a group (collective among its members). Without global ranks: the default group."""
+    """Return this rank's end of a group as a group of torch (collective among its members)."""
+    entered = _enter(name, store, rank, size, timeout, global_ranks)
+    group = HoraProcessGroup(store, rank, size, *entered, partial(_make_group, hooked))
+    group.attach(name, watched=hooked)
+    return _begin(group, name, global_ranks)
+
+
+def _make_endpoint(
+    name: str, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
+) -> Endpoint:
+    """Return this rank's end of a group that has other backends, too (collective among its members)."""
+    end = Endpoint(store, rank, size, *_enter(name, store, rank, size, timeout, global_ranks), _make_endpoint)
+    end.setGroupName(name)
+    return _begin(end, name, global_ranks)
+
+
+def _enter(
+    name: str, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int]
+) -> tuple[Runtime, OperationQueue, timedelta, Callable[[], None] | None]:
+    """Return the engine, the group's queue, its timeout and how it ends. Without global ranks: the default group."""
     limit_s = timeout.total_seconds()
     if not global_ranks:
         owns = _start_engine(store, rank, size, limit_s)
@@ -53,13 +81,15 @@ def make_group(
                 f"the group names the rank(s) {outside}, but the ranks of this job are 0 to {runtime.world.size - 1}"
             )
     queue = runtime.sets.add_group(ranks, name, limit_s=limit_s)
-    on_shutdown = _end_engine if owns else None  # else `hvd` uses the engine, too
-    group = HoraProcessGroup(store, rank, size, runtime, queue, timeout, on_shutdown, make_group)
-    remember(group, name)
+    return runtime, queue, timeout, _end_engine if owns else None  # else `hvd` uses the engine, too
+
+
+def _begin(end: _End, name: str, global_ranks: Sequence[int]) -> _End:
+    remember(end, name)
     if not global_ranks:
         # A rank that destroys its group at once would end the engine during the others' init.
-        group.wait_for_all("init_process_group")
-    return group
+        end.wait_for_all("init_process_group")
+    return end
 
 
 def _end_engine() -> None:
@@ -95,11 +125,13 @@ def _start_engine(store: Any, rank: int, size: int, limit_s: float) -> bool:
     return True
 
 
-def _check_alone(config: Any) -> None:
-    """Reject several backends in one group before `BackendBase`: torch would silently drop all but this one."""
+def _is_alone(config: Any) -> bool:
+    """Return whether a group has this backend alone. Raises ValueError where torch would silently drop all others."""
     names = set(config.get_device_backend_map().values()) if isinstance(config, dist.BackendConfig) else {"hora"}
-    if len(names) > 1 and not hasattr(dist, "BackendBase"):
+    if len(names) > 1 and not HAS_BACKENDS:
         raise ValueError(
-            f"this torch cannot have several backends in one process group with one of them from a package, but the "
-            f'backend is "{config}": use init_process_group("hora"), which serves CPU and CUDA tensors'
+            f"torch {torch.__version__} cannot have several backends in one process group with one of them from a "
+            f'package, but the backend is "{config}": use init_process_group("hora"), which serves CPU and CUDA '
+            "tensors, or torch 2.14 or newer"
         )
+    return len(names) == 1
