@@ -2,8 +2,8 @@
 docs/.
 
 A hook of mkdocs (mkdocs.yml). It reads the packages without importing them (griffe), so neither TensorFlow nor Ray need
-be there; mkdocstrings then renders signatures and docstrings. Arguments that a docstring does not name are explained by
-arguments.yml beside this file.
+be there; mkdocstrings then renders signatures and docstrings. Every argument of the modules in EXPLAINED must be
+described in its function's docstring.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hora.launch.options import all_options
 from horovod._modules import _MODULES as OLD_MODULES
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "arguments.yml").read_text())
 
 # A page: its title and the modules on it, whose public names are those of __all__.
 PAGES = {
@@ -59,8 +58,6 @@ ALSO = {
     "hora.torch.distributed": 'torch finds the backend by itself: `torch.distributed.init_process_group("hora")`.',
     "hora.workers": "`cdsw` and `cml.workers_v1` are these functions' old names (`python -m hora.compat script.py`).",
 }
-# Modules whose docstrings explain their arguments: arguments.yml means the collectives' and launchers' arguments.
-SELF_EXPLAINED = ("hora.workflow", "hora.workers", "hora.errors", "horovod.keras.callbacks")
 EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "sparkdl.horovod", "horovod.spark")
 # Classes that a module's __getattr__ makes: the function that makes them, and the class beside it with their text.
 MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
@@ -167,7 +164,7 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
     if shown.docstring is None:
         raise SystemExit(f"docs: {module}.{name} ({shown.path}) has no docstring")
     yield _directive(shown, heading=f"{module}.{name}", toc_label=name, members="false")
-    yield from _arguments(module, name, shown)
+    _check_arguments(module, name, shown)
     members = shown.members.items() if shown.is_class else ()
     for member, item in members:
         if not member.startswith("_") and not item.is_alias and item.docstring is not None:
@@ -181,19 +178,17 @@ def _directive(item: Any, **options: str) -> str:
     )
 
 
-def _arguments(module: str, name: str, shown: Any) -> Iterator[str]:
+def _check_arguments(module: str, name: str, shown: Any) -> None:
     function = shown.members.get("__init__") if shown.is_class else shown
-    if function is None or not function.is_function or module in SELF_EXPLAINED:
+    if function is None or not function.is_function or module not in EXPLAINED:
         return
     text = shown.docstring.value + (function.docstring.value if function.docstring else "")
-    # A name in backquotes is explained, also as part of an expression: `sharded=True`, `(min, max)`.
+    # A name is explained by its line in `Args:`, or in backquotes, also as part of an expression: `sharded=True`.
     named = {word for quoted in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", quoted)}
-    left = [item.name for item in function.parameters if item.name not in ("self", "cls") and item.name not in named]
-    unknown = [item for item in left if item not in ARGUMENTS]
-    if unknown and module in EXPLAINED:
-        raise SystemExit(f"docs: {', '.join(unknown)} of {module}.{name} has no explanation in {__file__}")
-    yield from (f"- `{item}`: {ARGUMENTS[item]}" for item in left if item in ARGUMENTS)
-    yield ""
+    named |= set(re.findall(r"^ {4}(\w+): ", text.partition("Args:")[2], re.MULTILINE))
+    unknown = [item.name for item in function.parameters if item.name not in ("self", "cls", *named)]
+    if unknown:
+        raise SystemExit(f"docs: the docstring of {module}.{name} does not describe {', '.join(unknown)}")
 
 
 def _tasks(loader: griffe.GriffeLoader) -> Iterator[str]:

@@ -21,11 +21,18 @@ _LAUNCHERS = ("local", "ssh", "slurm", "spark", "ray")
 def distributed(
     *, num_processes: int, on: str = "local", **options: Any
 ) -> Callable[[Callable[P, T]], Distributed[P, T]]:
-    """Decorate a function: `f.distributed(x)` calls it on `num_processes` ranks and returns the list of values in rank
-    order; `f(x)` still calls it here.
+    """Decorate a function, so that `f.distributed(x)` calls it on ranks; `f(x)` still calls it here.
 
-    `on`: `local`, `ssh` (with `hosts="a:4,b:4"`), `slurm` (inside an allocation), `spark` (the active session), `ray`.
-    `options`: passed to `horovod.run`, `horovod.spark.run` or `RayExecutor`.
+    `f.distributed` returns the list of the ranks' values, in rank order.
+
+    Args:
+        num_processes: How many ranks call it.
+        on: "local", "ssh" (with `hosts="a:4,b:4"`), "slurm" (inside an allocation), "spark" (the active session),
+            "ray".
+        options: Passed to `horovod.run`, `horovod.spark.run` or `RayExecutor`.
+
+    Raises:
+        ValueError: An argument is invalid.
     """
     if on not in _LAUNCHERS:
         raise ValueError(f"on must be one of {', '.join(_LAUNCHERS)}, but it is {on!r}")

@@ -53,6 +53,9 @@ class TensorFlowState(ObjectState):
     """Variables and plain values: `TensorFlowState(variables=model.variables, epoch=0)`.
 
     `session`: holds the values of a graph's variables; all global variables by default.
+
+    Args:
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
     """
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
@@ -108,7 +111,11 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """A Keras model, its optimizer and plain values: `TensorFlowKerasState(model, optimizer, epoch=0, batch=0)`."""
+    """A Keras model, its optimizer and plain values: `TensorFlowKerasState(model, optimizer, epoch=0, batch=0)`.
+
+    Args:
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
+    """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:

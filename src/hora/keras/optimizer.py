@@ -192,6 +192,27 @@ def DistributedOptimizer(
 
     The ranks compare hyperparameters and variables now and then; `on_drift`: "warn" on rank 0, "error" on all ranks,
     or "ignore".
+
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        device_sparse: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        sparse_as_dense: Turn sparse gradients into dense ones before they are reduced.
+        gradient_predivide_factor: Divide gradients by this before the sum and by size / factor after it. Only with
+            `op=hvd.Average`.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        backward_passes_per_step: Gradients of this many backward passes are added up before they are reduced and
+            applied.
+        average_aggregated_gradients: With `backward_passes_per_step` above 1: divide the accumulated gradients by that
+            number.
+        num_groups: Deprecated, as in Horovod: use `groups`.
+        groups: An int: that many groups of parameters; or a list of lists: these parameters travel together.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        scale_local_gradients: Divide gradients that are not reduced by the number of ranks, so that all have one scale.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError(
@@ -232,7 +253,13 @@ def DistributedOptimizer(
 
 
 def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
-    """Return a DistributedOptimizer that does not reduce the gradients of the variables of `local_layers`."""
+    """Return a DistributedOptimizer that does not reduce the gradients of the variables of `local_layers`.
+
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        args: Positional arguments of the function, a tuple.
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
+    """
     result = DistributedOptimizer(optimizer, *args, **kwargs)
     register_local_layers(result, local_layers)
     return result

@@ -87,14 +87,24 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, session: Any = None) -> None:
-    """Assign the root's values to variables of any backend. Raises ValueError if ranks' variables differ."""
+    """Assign the root's values to variables of any backend. Raises ValueError if ranks' variables differ.
+
+    Args:
+        variables: The variables to be overwritten with the root's values.
+        root_rank: The rank whose value everyone gets.
+        session: Accepted for Horovod's sake: a session of TensorFlow 1.
+    """
     mine = [as_torch(value) for value in read_values(variables, session)]
     values = broadcast_tensors(mine, root_rank, "keras.variables")
     assign_values(variables, [as_numpy(value) for value in values], session)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Assign the root's values to all variables of Keras's session. Raises RuntimeError without a session."""
+    """Assign the root's values to all variables of Keras's session. Raises RuntimeError without a session.
+
+    Args:
+        root_rank: The rank whose value everyone gets.
+    """
     if not runs_in_session():
         raise RuntimeError(
             "hvd.broadcast_global_variables() is for graphs of tf.compat.v1; call hvd.broadcast_variables(variables, "
@@ -116,7 +126,18 @@ def allreduce(
     op: int | None = None,
     compression: Any = None,
 ) -> Any:
-    """Reduce a value over the ranks; tensors yield tensors, everything else numpy arrays."""
+    """Reduce a value over the ranks; tensors yield tensors, everything else numpy arrays.
+
+    Args:
+        value: The tensor, array or number.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+    """
     op = op if op is not None else (Average if average else Sum)
     options: dict[str, Any] = {"op": op, "name": name}
     options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
@@ -126,17 +147,37 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate the values of all ranks along dimension 0."""
+    """Concatenate the values of all ranks along dimension 0.
+
+    Args:
+        value: The tensor, array or number.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     return _through("allgather", value, name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the root's value."""
+    """Return the root's value.
+
+    Args:
+        value: The tensor, array or number.
+        root_rank: The rank whose value everyone gets.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     return _through("broadcast", value, root_rank=root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduce a value over the ranks and keep this rank's share of its rows."""
+    """Reduce a value over the ranks and keep this rank's share of its rows.
+
+    Args:
+        value: The tensor, array or number.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+    """
     return _through("reducescatter", value, name=name, op=op)
 
 

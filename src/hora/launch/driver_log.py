@@ -41,7 +41,11 @@ def _connected(world: World) -> ControlClient:
 
 
 def log_to_driver(message: object) -> None:
-    """Show a message (its first 4000 characters) where the job was started: a notebook's cell, a terminal."""
+    """Show a message (its first 4000 characters) where the job was started: a notebook's cell, a terminal.
+
+    Args:
+        message: A line for the driver's output.
+    """
     text = str(message)[:_MAX_CHARACTERS]
     world = detect_world()
     if world.rendezvous.kind != "hora":

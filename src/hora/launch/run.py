@@ -48,11 +48,41 @@ def run(
     max_np: int | None = None,
     dashboard: bool | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` on `num_proc` ranks and return their values in rank order.
+    """Call `func(*args, **kwargs)` on ranks and return their values in rank order.
 
-    The function travels by cloudpickle: closures and lambdas are fine. A failing rank ends the job; the RuntimeError
-    (`hora.errors.JobFailedError`) names it, shows its traceback and has its exception as the cause. The other arguments
-    are those of `horovodrun`. `np`, `min_np`, `max_np` and `network_interface` are deprecated names.
+    The function travels by cloudpickle: closures and lambdas are fine. `np`, `min_np`, `max_np` and `network_interface`
+    are deprecated names.
+
+    Args:
+        func: The function that every rank calls.
+        args: Positional arguments of the function, a tuple.
+        kwargs: Keyword arguments of the function, a dict.
+        num_proc: How many ranks; in an elastic job those to begin with.
+        min_num_proc: Elastic: go on as long as there are this many ranks.
+        max_num_proc: Elastic: never more ranks than this.
+        slots: Elastic: ranks of a host whose discovery line names none.
+        reset_limit: Elastic: how many times the job may go on with other ranks before it gives up.
+        cooldown_range: Elastic: (shortest, longest) seconds for which a host that failed is left alone.
+        hosts: `a:4,b:4`: host names and how many ranks each runs.
+        hostfile: A file with one `host slots=N` a line.
+        host_discovery_script: Elastic: a program that prints one `host:slots` a line, called again and again.
+        start_timeout: Seconds until all ranks must have started.
+        ssh_port: The port of sshd on the hosts.
+        ssh_identity_file: The private key for ssh.
+        disable_cache: Accepted for Horovod's sake; there is no cache of start-up checks.
+        output_filename: A folder: each rank's output also goes to a file in it.
+        verbose: 0, 1 or 2: how much the launcher says.
+        use_gloo: Accepted for Horovod's sake; the engine is Hora's own.
+        use_mpi: Accepted for Horovod's sake: refused, because there is no MPI.
+        mpi_args: Accepted for Horovod's sake; there is no MPI.
+        network_interfaces: Names of the interfaces over which ranks talk, as `eth0`.
+        executable: The Python interpreter of the ranks; by default this one.
+        dashboard: `True` or `HOST:PORT`: serve the live page of this job.
+
+    Raises:
+        RuntimeError: A rank failed (`hora.errors.JobFailedError`): the error names it, shows its traceback and has its
+            exception as the cause.
+        ValueError: An argument is invalid.
     """
     if not callable(func):
         raise ValueError(f"func must be callable, but it is {func!r}")

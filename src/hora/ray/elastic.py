@@ -246,7 +246,16 @@ class ElasticAdapter(Adapter):
 
 
 class ElasticRayExecutor:
-    """`start`, then `run`, which releases everything. New programs use `RayExecutor(min_workers=…)`."""
+    """`start`, then `run`, which releases everything. New programs use `RayExecutor(min_workers=…)`.
+
+    Args:
+        settings: What `create_settings` returned.
+        use_gpu: Give GPUs to the ranks.
+        cpus_per_slot: Cores of each rank.
+        gpus_per_slot: GPUs of each rank.
+        env_vars: Environment variables of the ranks, a dict.
+        override_discovery: Ask the Ray cluster which hosts there are.
+    """
 
     @staticmethod
     def create_settings(

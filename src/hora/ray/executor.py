@@ -57,6 +57,22 @@ class RayExecutor:
 
     With `num_workers`, or `num_hosts` and `num_workers_per_host`, the size is fixed: processes and their state last
     from `start` to `shutdown`. With `min_workers` the job is elastic, and every `run` starts new processes.
+
+    Args:
+        settings: What `create_settings` returned.
+        num_workers: How many workers, of a fixed number.
+        num_hosts: Instead: on how many hosts.
+        num_workers_per_host: With `num_hosts`: how many on each.
+        cpus_per_worker: Cores of each rank.
+        use_gpu: Give GPUs to the ranks.
+        gpus_per_worker: GPUs of each rank.
+        use_current_placement_group: Inside a Ray task with a placement group: use its resources.
+        min_workers: Elastic: go on as long as there are this many.
+        max_workers: Elastic: never more than this.
+        reset_limit: Elastic: how many times the job may go on with other ranks before it gives up.
+        cooldown_range: Elastic: (shortest, longest) seconds for which a host that failed is left alone.
+        elastic_timeout: Elastic: seconds to wait for enough hosts after one was lost.
+        override_discovery: Ask the Ray cluster which hosts there are.
     """
 
     @classmethod

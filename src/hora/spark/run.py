@@ -38,10 +38,24 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `num_proc` processes of the active Spark cluster; returns results in rank order.
+    """Call `fn(*args, **kwargs)` on processes of the active Spark cluster; returns results in rank order.
 
-    `num_proc` defaults to Spark's default parallelism. `start_timeout` is the number of seconds within which all tasks
-    must start. `env` adds variables to the executors' environment. `executable` is the Python of the processes.
+    Args:
+        fn: The function that every rank calls; it travels with what it refers to (cloudpickle).
+        args: Positional arguments of the function, a tuple.
+        kwargs: Keyword arguments of the function, a dict.
+        num_proc: How many; by default Spark's default parallelism.
+        start_timeout: Seconds within which all tasks must start.
+        use_mpi: Accepted for Horovod's sake: refused, because there is no MPI.
+        use_gloo: Accepted for Horovod's sake; the engine is Hora's own.
+        extra_mpi_args: Accepted for Horovod's sake; there is no MPI.
+        env: More variables for the executors' environment.
+        stdout: A stream for the ranks' output; by default this process's own.
+        stderr: A stream for the ranks' standard error; by default this process's own.
+        verbose: 0, 1 or 2: how much the launcher says.
+        nics: Names of the interfaces over which ranks talk, as `eth0`.
+        prefix_output_with_timestamp: Put the time before every line of the ranks' output.
+        executable: The Python of the processes.
     """
     given = locals()
     if use_mpi:
@@ -85,6 +99,17 @@ def run_elastic(
     these are `spark.dynamicAllocation.minExecutors` and `maxExecutors`, else `num_proc`. A failed worker fails its
     Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to survive. The function
     uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
+
+    Args:
+        start_timeout: Seconds until all ranks must have started.
+        elastic_timeout: Elastic: seconds to wait for enough hosts after one was lost.
+        reset_limit: Elastic: how many times the job may go on with other ranks before it gives up.
+        env: Environment variables of the ranks, a dict.
+        stdout: A stream for the ranks' output; by default this process's own.
+        stderr: A stream for the ranks' standard error; by default this process's own.
+        verbose: 0, 1 or 2: how much the launcher says.
+        nics: Names of the interfaces over which ranks talk, as `eth0`.
+        prefix_output_with_timestamp: Put the time before every line of the ranks' output.
     """
     given = locals()
     # Imported only here: other jobs start faster without it.

@@ -182,6 +182,10 @@ def report(*, total_steps: int | None = None, **metrics: SupportsFloat) -> None:
 
     Cheap, on any rank, at any time. `total_steps`: the number of optimizer steps of this training, passed once; the
     page then shows the remaining time.
+
+    Args:
+        total_steps: How many steps the training has in all, for the page's estimate.
+        metrics: Numbers by name, shown on the live page.
     """
     if total_steps is not None:
         meter.total_steps = int(total_steps)

@@ -46,7 +46,11 @@ autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERS
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Return whether TensorFlow sees a GPU. The arguments exist for compatibility and are ignored."""
+    """Return whether TensorFlow sees a GPU. The arguments exist for compatibility and are ignored.
+
+    Args:
+        verbose: 0, 1 or 2: how much the launcher says.
+    """
     return bool(tf.config.list_physical_devices("GPU"))
 
 

@@ -518,6 +518,20 @@ def DistributedGradientTape(
     """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks.
 
     The ranks compare the variables now and then; `on_drift`: "warn" on rank 0, "error" on all, "ignore".
+
+    Args:
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        device_sparse: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        sparse_as_dense: Turn sparse gradients into dense ones before they are reduced.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        gradient_predivide_factor: Divide gradients by this before the sum and by size / factor after it. Only with
+            `op=hvd.Average`.
+        num_groups: Deprecated, as in Horovod: use `groups`.
+        groups: An int: that many groups of parameters; or a list of lists: these parameters travel together.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        scale_local_gradients: Divide gradients that are not reduced by the number of ranks, so that all have one scale.
     """
     reduction = GradientReduction.of(locals())
     if isinstance(gradtape, _DistributedTape):
@@ -535,7 +549,12 @@ def DistributedGradientTape(
 
 
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
-    """Return a DistributedGradientTape that does not reduce the gradients of the variables of `local_layers`."""
+    """Return a DistributedGradientTape that does not reduce the gradients of the variables of `local_layers`.
+
+    Args:
+        args: Positional arguments of the function, a tuple.
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
+    """
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     for layer in local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]:
         for variable in [] if layer is None else layer.trainable_weights:

@@ -60,7 +60,24 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor over all ranks. `IndexedSlices` (Sum or Average) are concatenated."""
+    """Reduce a tensor over all ranks. `IndexedSlices` (Sum or Average) are concatenated.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        device_sparse: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+    """
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
     return _allreduce(collective, [tensor], compression, ignore_name_scope)[0]
@@ -79,7 +96,23 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduce several tensors as one operation; `IndexedSlices` among them are gathered together."""
+    """Reduce several tensors as one operation; `IndexedSlices` among them are gathered together.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        device_sparse: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     if not tensors:
         return list(tensors)
     op = handle_average_backwards_compatibility(op, average)
@@ -167,7 +200,17 @@ def _divided(value: Any, process_set: ProcessSet) -> Any:
 def allgather(
     tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Concatenate the tensors of all ranks along dimension 0, in rank order; their first dimensions may differ."""
+    """Concatenate the tensors of all ranks along dimension 0, in rank order; their first dimensions may differ.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
@@ -177,7 +220,16 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gather several tensors as one operation."""
+    """Gather several tensors as one operation.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if not tensors:
         return list(tensors)
     tensors = [as_tensor(tensor, moved=True) for tensor in tensors]
@@ -208,7 +260,17 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's tensor; `root_rank` is a global rank."""
+    """Return the root's tensor; `root_rank` is a global rank.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     tensor = as_tensor(tensor, moved=True)
     name = _checked(name, ignore_name_scope)
     collective = Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank)
@@ -225,7 +287,16 @@ def broadcast(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Assign the root's values to the variables as one operation and return them; in a graph, their new values."""
+    """Assign the root's values to the variables as one operation and return them; in a graph, their new values.
+
+    Args:
+        variables: The variables to be overwritten with the root's values.
+        root_rank: The rank whose value everyone gets.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     variables = list(variables)
     tensors = [as_tensor(variable, moved=True) for variable in variables]
 
@@ -247,7 +318,17 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[r]` rows to rank r, equally many by default; with splits returns `(output, received_splits)`."""
+    """Send `splits[r]` rows to rank r, equally many by default; with splits returns `(output, received_splits)`.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     tensor = as_tensor(tensor, moved=True)
     name = _checked(name, ignore_name_scope)
     given = [] if splits is None else [tf.cast(splits, tf.int32)]
@@ -283,7 +364,22 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor and keep this rank's share of the rows; lower ranks get the larger shares."""
+    """Reduce a tensor and keep this rank's share of the rows; lower ranks get the larger shares.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        ignore_name_scope: Do not put TensorFlow's name scope before the operation's name.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     name = _checked(name, ignore_name_scope)
     collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor)
     return _reduce(collective, [as_tensor(tensor)], compression, ignore_name_scope)[0]
@@ -298,7 +394,18 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reducescatter several tensors as one operation."""
+    """Reducescatter several tensors as one operation.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        device_dense: Accepted for Horovod's sake; the operation runs where its input is.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     if not tensors:
         return list(tensors)
     scales = (prescale_factor, postscale_factor)
@@ -312,7 +419,12 @@ def join() -> Any:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> Any:
-    """Wait until every member of the set reaches the barrier. In a graph, returns the operation that does so."""
+    """Wait until every member of the set reaches the barrier. In a graph, returns the operation that does so.
+
+    Args:
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
 
     def wait() -> int:
         hvd.barrier(process_set=process_set)
@@ -323,29 +435,54 @@ def barrier(process_set: ProcessSet = global_process_set) -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Return the number of members of a process set when the operation runs, as int32."""
+    """Return the number of members of a process set when the operation runs, as int32.
+
+    Args:
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     _check_in_graph(process_set_id)
     return _number(lambda: len(_ranks(process_set_id)), name or "HorovodSize")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Return 1 if this process is a member of the set when the operation runs, else 0, as int32."""
+    """Return 1 if this process is a member of the set when the operation runs, else 0, as int32.
+
+    Args:
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     _check_in_graph(process_set_id)
     return _number(lambda: int(hvd.rank() in _ranks(process_set_id)), name or "HorovodProcessSetIncluded")
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """Return the number of processes on this host when the operation runs, as int32."""
+    """Return the number of processes on this host when the operation runs, as int32.
+
+    Args:
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     return _number(hvd.local_size, name or "HorovodLocalSize")
 
 
 def rank_op(name: str | None = None) -> Any:
-    """Return this process's rank when the operation runs, as int32."""
+    """Return this process's rank when the operation runs, as int32.
+
+    Args:
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     return _number(hvd.rank, name or "HorovodRank")
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """Return this process's rank on its host when the operation runs, as int32."""
+    """Return this process's rank on its host when the operation runs, as int32.
+
+    Args:
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+    """
     return _number(hvd.local_rank, name or "HorovodLocalRank")
 
 

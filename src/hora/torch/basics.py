@@ -45,7 +45,15 @@ require("torch", torch.__version__)
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
-    """Connect to all ranks and start the runtime unless it is running. `process_sets`: a list or "dynamic"."""
+    """Connect to all ranks and start the runtime unless it is running.
+
+    Args:
+        comm: A list of ranks that take part, or an mpi4py communicator; by default all ranks do.
+        process_sets: A list of `hvd.ProcessSet`, the same on all ranks; "dynamic" lets sets be added and removed later.
+
+    Raises:
+        ValueError: An argument, or a variable of the launcher, is invalid.
+    """
     require_gil()
     leave_untraced()
     _check_comm(comm)
@@ -130,7 +138,12 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start writing a Chrome trace on rank 0; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
+    """Start writing a Chrome trace on rank 0; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init.
+
+    Args:
+        file_path: The file that rank 0 writes; open it with `hora view`, Perfetto or chrome://tracing.
+        mark_cycles: Also write the moments at which the engine looked for work.
+    """
     runtime = sets.runtime_or_value_error()
     if not runtime.config.timeline:
         raise ValueError("start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init")

@@ -273,8 +273,15 @@ def plan(
 ) -> list[StepPrediction]:
     """Measure the link and this model on all ranks, print the table on rank 0, and return its rows (collective).
 
-    `loss(model, batch)` computes the loss; by default a batch is (inputs, classes), or inputs alone. The model is
-    copied, and SGD with momentum takes the place of the optimizer.
+    The model is copied, and SGD with momentum takes the place of the optimizer.
+
+    Args:
+        model: The model to time.
+        batch: A batch for the loss; by default (inputs, classes), or inputs alone.
+        loss: `loss(model, batch)` computes the loss.
+
+    Raises:
+        ValueError: All ranks are on one host.
     """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)

@@ -164,7 +164,11 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous collective and return its result; None if the handle is not in use."""
+    """Wait for an asynchronous collective and return its result; None if the handle is not in use.
+
+    Args:
+        handle: What an `_async` function returned.
+    """
     engine.current_runtime()
     if handle not in _in_flight:
         return None

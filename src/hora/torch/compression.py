@@ -117,6 +117,9 @@ class ErrorFeedback(Compressor):
 
     Each rank keeps its residuals in the optimizer's buckets, in the parameters' dtype. Between hosts, a rank keeps the
     residuals of the slice it sends for its host. Outside the optimizer this behaves like the wrapped compressor.
+
+    Args:
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
     """
 
     def __init__(self, compression: type[Compressor]) -> None:

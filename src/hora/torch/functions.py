@@ -31,7 +31,14 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broa
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite parameters with the root's. `params`: a state_dict, or any iterable of (named) tensors."""
+    """Overwrite parameters with the root's.
+
+    Args:
+        params: A state dict, or any iterable of tensors or pairs of a name and a tensor.
+        root_rank: The rank whose value everyone gets.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)]
     for handle in handles:
         synchronize(handle)
@@ -91,7 +98,16 @@ def _check_alike(of_root: list[Any], of_other: list[Any], root_rank: int, other:
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on all ranks; the root gets its own object back. Pickles with cloudpickle."""
+    """Return the root's object on all ranks; the root gets its own object back. Pickles with cloudpickle.
+
+    Args:
+        obj: Any object that pickles.
+        root_rank: The rank whose value everyone gets.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     # The default name must not depend on the object: non-root ranks usually pass None.
     name = "broadcast_object" if name is None else name
     on_root = engine_rank() == root_rank
@@ -107,7 +123,15 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: Any object that pickles.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     name = "allgather_object" if name is None else name
     header, payload, failure = _pickle(obj)
     parts = {"size": header, "data": payload}

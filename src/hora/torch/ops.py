@@ -66,7 +66,20 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing a tensor over all ranks into a new one; returns a handle."""
+    """Start reducing a tensor over all ranks into a new one; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     op = handle_average_backwards_compatibility(op, average)
     return submit(Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor), [tensor])
 
@@ -81,7 +94,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over all ranks into a new one. Differentiable."""
+    """Reduce a tensor over all ranks into a new one. Differentiable.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if average is not None:
         op = handle_average_backwards_compatibility(op, average)
     if compression is Compression.none:
@@ -102,7 +129,20 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing a tensor in place; returns a handle."""
+    """Start reducing a tensor in place; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if average is None:
         handle = submit_repeated_allreduce_(tensor, (name, op, prescale_factor, postscale_factor, process_set))
         if handle is not None:
@@ -121,7 +161,20 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor in place."""
+    """Reduce a tensor in place.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if average is None:
         result = repeated_allreduce(tensor, True, (name, op, prescale_factor, postscale_factor, process_set))
         if result is not None:
@@ -140,7 +193,19 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors as one operation; returns a handle."""
+    """Start reducing several tensors as one operation; returns a handle.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return submit(collective, _group(tensors))
@@ -156,7 +221,20 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors as one operation into new ones. Differentiable."""
+    """Reduce several tensors as one operation into new ones. Differentiable.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return _run_compressed(collective, _group(tensors), compression)
@@ -171,7 +249,19 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors in place as one operation; returns a handle."""
+    """Start reducing several tensors in place as one operation; returns a handle.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return submit(collective, _group(tensors), in_place=True)
@@ -186,61 +276,147 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensors:
-    """Reduce several tensors in place as one operation."""
+    """Reduce several tensors in place as one operation.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        average: Deprecated, as in Horovod: `True` means `op=hvd.Average`, `False` means `op=hvd.Sum`.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return run(collective, _group(tensors), in_place=True)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start concatenating the tensors of all ranks along dimension 0; returns a handle."""
+    """Start concatenating the tensors of all ranks along dimension 0; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return submit(Collective(Kind.ALLGATHER, name, process_set), [tensor])
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate the tensors of all ranks along dimension 0, in rank order. Differentiable."""
+    """Concatenate the tensors of all ranks along dimension 0, in rank order. Differentiable.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return differentiable(Collective(Kind.ALLGATHER, name, process_set), [tensor])[0]
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start gathering several tensors as one operation; returns a handle."""
+    """Start gathering several tensors as one operation; returns a handle.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return submit(Collective(Kind.ALLGATHER, name, process_set, grouped=True), _group(tensors))
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensors:
-    """Gather several tensors as one operation. Differentiable."""
+    """Gather several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return differentiable(Collective(Kind.ALLGATHER, name, process_set, grouped=True), _group(tensors))
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start copying the root's tensor into a new one; returns a handle. `root_rank` is a global rank."""
+    """Start copying the root's tensor into a new one; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        root_rank: The rank whose tensor everyone gets, counted in the whole world.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return a copy of the root's tensor. `root_rank` is a global rank. Differentiable."""
+    """Return a copy of the root's tensor. Differentiable.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        root_rank: The rank whose tensor everyone gets, counted in the whole world.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return differentiable(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])[0]
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start overwriting the tensor with the root's; returns a handle."""
+    """Start overwriting the tensor with the root's; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        root_rank: The rank whose value everyone gets.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrite the tensor with the root's."""
+    """Overwrite the tensor with the root's.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        root_rank: The rank whose value everyone gets.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     return run(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)[0]
 
 
@@ -250,7 +426,20 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start sending `splits[r]` rows to each rank r; returns a handle for `(output, received_splits)`."""
+    """Start sending rows to every rank.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        splits: How many rows of `tensor` go to each rank, by rank; by default the same number to all.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+
+    Returns:
+        A handle for `(output, received_splits)`.
+    """
     return submit(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
 
 
@@ -260,7 +449,20 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send `splits[r]` rows to rank r; returns `(output, received_splits)` if splits are given. Differentiable."""
+    """Send rows to every rank and return those that the ranks send here. Differentiable.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        splits: How many rows of `tensor` go to each rank, by rank; by default the same number to all.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+
+    Returns:
+        The received rows in rank order; with `splits` also how many came from each rank.
+    """
     output, received = differentiable(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
     return output if splits is None else (output, received)
 
@@ -273,7 +475,19 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing a tensor and keep this rank's share of the rows; returns a handle."""
+    """Start reducing a tensor and keep this rank's share of the rows; returns a handle.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     return submit(Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor), [tensor])
 
 
@@ -286,7 +500,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor and keep this rank's share of its rows. Differentiable."""
+    """Reduce a tensor and keep this rank's share of its rows. Differentiable.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor)
     return _run_compressed(collective, [tensor], compression)[0]
 
@@ -299,7 +526,18 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of several tensors as one operation; returns a handle."""
+    """Start a reducescatter of several tensors as one operation; returns a handle.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return submit(collective, _group(tensors))
 
@@ -313,7 +551,19 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation. Differentiable."""
+    """Reducescatter several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: A list of tensors that travel as one operation: all or none of them.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        prescale_factor: Multiply the input by this before it is reduced.
+        postscale_factor: Multiply the result by this.
+    """
     collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
     return _run_compressed(collective, _group(tensors), compression)
 
@@ -322,12 +572,20 @@ def join(device: int = -1) -> int:
     """Announce that this rank has no more data and wait for the others; returns the rank that joined last.
 
     `device` is ignored; it exists for compatibility. The engine creates the joined ranks' zeros where they are needed.
+
+    Args:
+        device: Accepted for Horovod's sake; not used.
     """
     return engine.current_runtime().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every member of the set reaches the barrier."""
+    """Wait until every member of the set reaches the barrier.
+
+    Args:
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     engine.current_runtime().barrier(registered_id(process_set))
 
 
@@ -370,7 +628,17 @@ def _describe(value: object) -> str:
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start summing (op Average: averaging) sparse tensors; returns a function that waits for the sparse result."""
+    """Start summing (op Average: averaging) sparse tensors; returns a function that waits for the sparse result.
+
+    Args:
+        tensor: The tensor. Its shape and type must be the same on all ranks; in an allgather or alltoall the first
+            dimension may differ.
+        name: Names the operation in timelines and messages. Ranks match operations by name, or by the order of unnamed
+            ones.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async needs a sparse COO tensor, but got {what}")

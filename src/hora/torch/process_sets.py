@@ -34,7 +34,11 @@ def _sorted_ranks(ranks: Any) -> list[int]:
 
 
 class ProcessSet:
-    """A set of global ranks. It is usable once `init` or `add_process_set` has registered it."""
+    """A set of global ranks. It is usable once `init` or `add_process_set` has registered it.
+
+    Args:
+        ranks_or_comm: The list of ranks, or an mpi4py communicator.
+    """
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if is_mpi_communicator(ranks_or_comm):
@@ -80,7 +84,12 @@ _bound: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a new set; all ranks call this in the same order. Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 at init."""
+    """Register a new set; all ranks call this in the same order. Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 at init.
+
+    Args:
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if is_mpi_communicator(process_set):
         raise NotImplementedError(
             "adding a process set from an MPI communicator is not supported; pass a list of ranks"
@@ -108,7 +117,12 @@ def host_process_set() -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a set on all ranks; returns False if it is the global set or not registered."""
+    """Unregister a set on all ranks; returns False if it is the global set or not registered.
+
+    Args:
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+    """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(
             f"remove_process_set needs a ProcessSet, but got {type(process_set).__name__}: {process_set!r}"

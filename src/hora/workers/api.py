@@ -110,14 +110,34 @@ def launch_workers(
     log_dir: str = "",
     backend: str = "auto",
 ) -> list[dict[str, Any]]:
-    """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
+    """Start workers without waiting for them.
 
-    `script` wins over `code`. Where there are fewer cores than requested, the workers share them, with a warning;
-    `strict` refuses instead, as memory and GPUs that are not there always are. A launch that was refused is a dict
-    without `id`, with `message` (and a warning; with `raise_on_error` a RuntimeError). `all_or_nothing`: if one does
-    not fit, none is started; `wait_seconds` is how long to wait for room before that. `backend`: `local` processes,
-    tasks of the active `spark` session, or `auto`: Spark where this process has a session on a cluster. The accelerator
-    and resource arguments of the original are accepted and have no meaning here.
+    A launch that was refused is a dict without `id`, with `message`, and a warning. The accelerator and resource
+    arguments of the original are accepted and have no meaning here.
+
+    Args:
+        n: How many workers.
+        cpu: Cores of each. Where there are fewer, the workers share them, with a warning.
+        memory: GiB of each.
+        nvidia_gpu: GPUs of each.
+        kernel: python3, the only one.
+        script: A file to run; wins over `code`.
+        code: Python text to run.
+        env: More environment variables.
+        name: Shown in lists.
+        all_or_nothing: If one does not fit, start none.
+        wait_seconds: How long to wait for room, with `all_or_nothing`.
+        strict: Refuse if there are too few cores, as if memory or GPUs are missing.
+        raise_on_error: Raise RuntimeError for a refused launch.
+        log_dir: A folder for the output of each worker.
+        backend: "local" processes, tasks of the active "spark" session, or "auto": Spark where this process has a
+            session on a cluster.
+
+    Returns:
+        One dict for each worker, in order.
+
+    Raises:
+        ValueError: An argument is invalid.
     """
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")
@@ -173,7 +193,13 @@ def list_workers() -> list[dict[str, Any]]:
 def await_workers(
     ids: Any, wait_for_completion: bool = True, timeout_seconds: float = 60
 ) -> dict[str, list[dict[str, Any]]]:
-    """Wait until the workers have completed, or until they run. 0 seconds: no limit. A failed worker does not raise."""
+    """Wait until the workers have completed, or until they run.
+
+    Args:
+        ids: What `launch_workers` returned, or ids of workers.
+        wait_for_completion: False: only until they run.
+        timeout_seconds: 0: no limit.
+    """
     timeout_s = max(float(timeout_seconds), 0.0)
     request = {"ids": _ids(ids), "for_completion": bool(wait_for_completion), "timeout_s": timeout_s}
     return _call(_session(), "wait", limit_s=timeout_s + 30.0 if timeout_s else None, **request)

@@ -45,7 +45,12 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 class Checkpoints(CheckpointFolder):
-    """The last `keep` checkpoints in `folder`: one per epoch, and one every `every_steps` optimizer steps.
+    """A folder of checkpoints of `fit`: one per epoch, and more often if you like.
+
+    Args:
+        folder: Created with the first checkpoint.
+        keep: How many of the last ones stay.
+        every_steps: Also write one every so many optimizer steps.
 
     Raises:
         ValueError: `keep` or `every_steps` is less than 1.

@@ -45,16 +45,34 @@ def fit(
     progress: bool = True,
     device: torch.device | str | None = None,
 ) -> History:
-    """Train `model` and return its history.
+    """Train a model.
 
-    Works alone and, after `hvd.init()`, together with the other ranks. All ranks start from rank 0's weights; gradients
-    are averaged (a plain optimizer is wrapped, a DistributedOptimizer is used directly); metrics are means over all
-    ranks; only rank 0 prints, logs and writes. With `checkpoints`, a killed run continues from its last checkpoint and,
-    given the same seed and number of ranks, ends with the same weights. In an elastic job a failure costs one step, and
-    newcomers join at the end of a step (docs/elastic.md); this needs loaders from `make_loaders`, or a TensorLoader.
+    Works alone and, after `hvd.init()`, together with the other ranks. All ranks start from rank 0's weights, gradients
+    are averaged, metrics are means over all ranks; only rank 0 prints, logs and writes. In an elastic job a failure
+    costs one step, and newcomers join at the end of a step (docs/elastic.md); this needs loaders from `make_loaders`,
+    or a TensorLoader.
 
-    `loaders`: (train, valid), valid may be None; batches are (inputs…, target). `device`: where batches are moved; by
-    default that of the model's parameters.
+    Args:
+        model: The model, which is changed in place.
+        loaders: (train, valid); valid may be None. Batches are (inputs…, target).
+        optimizer: A plain one is wrapped, a DistributedOptimizer is used directly.
+        loss: `loss(outputs, target)`.
+        epochs: How many, counted from the beginning of the training.
+        metrics: Further functions like the loss, by name.
+        recipe: Settings of a step.
+        checkpoints: A folder: a killed run continues from its last checkpoint and, given the same seed and number of
+            ranks, ends with the same weights.
+        resume: False: begin anew, even if there are checkpoints.
+        early_stopping: When to stop earlier.
+        loggers: Write the numbers of each epoch elsewhere.
+        progress: Show a line for each epoch.
+        device: Where batches are moved; by default that of the model's parameters.
+
+    Returns:
+        The numbers of each epoch.
+
+    Raises:
+        ValueError: An argument is invalid.
     """
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, but it is {epochs}")

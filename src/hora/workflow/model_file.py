@@ -108,7 +108,18 @@ def save(
     features: Sequence[Feature] = (),
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model to the folder `path`, replacing an older one atomically."""
+    """Write a model to a folder, replacing an older one atomically.
+
+    Args:
+        path: The folder, created if needed.
+        model: The network.
+        classes: Names of the outputs.
+        features: How named observations become numbers.
+        notes: Anything that JSON holds, for readers.
+
+    Returns:
+        The folder.
+    """
     from safetensors.torch import save as encode
 
     folder, plain = Path(path), getattr(model, "_orig_mod", model)
@@ -136,7 +147,15 @@ def save(
 
 
 def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
-    """Read a model folder. `model`: the network to fill, if this package cannot build it by name."""
+    """Read a model folder.
+
+    Args:
+        path: The folder.
+        model: The network to fill, if this package cannot build it by name.
+
+    Raises:
+        ModelFileError: The folder is damaged, or its weights do not fit the network.
+    """
     folder = Path(path)
     card = _read_card(folder / _CARD)
     tensors = _read_weights(folder, card["weights"])

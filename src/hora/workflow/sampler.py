@@ -24,7 +24,13 @@ class Loaders(NamedTuple):
 
 
 class ShardSampler(Sampler[int]):
-    """This rank's share of `num_rows` rows: shuffled and padded to equal length for training, exact for validation."""
+    """This rank's share of `num_rows` rows: shuffled and padded to equal length for training, exact for validation.
+
+    Args:
+        num_rows: Of the whole dataset.
+        shuffle: Whether rows come in random order.
+        seed: Of the order of rows; the same on every rank.
+    """
 
     def __init__(self, num_rows: int, *, shuffle: bool = True, seed: int = 0) -> None:
         if num_rows < 1:
@@ -97,7 +103,15 @@ class TensorLoader:
 def make_loaders(
     train: Dataset[Any], valid: Dataset[Any] | None = None, *, batch_size: int, seed: int = 0, **options: Any
 ) -> Loaders:
-    """Return loaders of this rank's share of the datasets. `options` go to torch's DataLoader."""
+    """Return loaders of this rank's share of the datasets.
+
+    Args:
+        train: The dataset for training, shuffled anew in each epoch.
+        valid: The dataset for validation, in order.
+        batch_size: Rows of a batch on this rank.
+        seed: Of the order of rows; the same on every rank.
+        options: Passed to torch's DataLoader.
+    """
 
     def loader(dataset: Dataset[Any], shuffle: bool) -> DataLoader[Any]:
         sampler = ShardSampler(len(dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]

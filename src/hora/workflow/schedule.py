@@ -15,9 +15,11 @@ class Schedule:
     """Scales the optimizer's learning rate with the number of ranks, warms up to that, then decays.
 
     Args:
+        warmup_epochs: Epochs, also a fraction, until the full rate.
         scale: The factor after the warm-up; None: the world's size.
         decay: "cosine": to 0 in the last epoch; "steps": times `gamma` at each milestone.
         milestones: In epochs.
+        gamma: The factor of a milestone.
     """
 
     warmup_epochs: float = 0.0

@@ -54,6 +54,10 @@ class SparkBackend(Backend):
     """Runs on the tasks of the active Spark cluster through `horovod.spark.run`, which gets further arguments.
 
     With `min_num_proc` or `max_num_proc` it uses `horovod.spark.run_elastic`: training continues when tasks are lost.
+
+    Args:
+        env: Environment variables of the ranks, a dict.
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
     """
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:

@@ -192,7 +192,12 @@ LocalStore = FilesystemStore
 
 
 class HDFSStore(Store):
-    """HDFS: `hdfs://namenode:8020/path`, `hdfs:///path` or `/path` (of the default namenode)."""
+    """HDFS: `hdfs://namenode:8020/path`, `hdfs:///path` or `/path` (of the default namenode).
+
+    Args:
+        args: Positional arguments of the function, a tuple.
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
+    """
 
     _URL = re.compile(r"(?:hdfs://(?P<host>[^/:]*)(?::(?P<port>\d+))?)?(?P<path>/.*)")
 

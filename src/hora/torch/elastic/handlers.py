@@ -27,6 +27,11 @@ class ElasticSampler(Sampler[int]):
 
     Call `record_batch` after each batch and `set_epoch` at the end of each epoch. Recorded samples take effect at the
     next `reset`, which follows a change of the world.
+
+    Args:
+        dataset: The dataset whose rows are shared among the ranks.
+        shuffle: Whether rows come in random order.
+        seed: Of the order of rows; the same on every rank.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -40,7 +40,12 @@ def is_elastic() -> bool:
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """Make a function elastic with a custom `reset`, for other frameworks."""
+    """Make a function elastic with a custom `reset`, for other frameworks.
+
+    Args:
+        func: The function; it travels with what it refers to (cloudpickle) where ranks are started for it.
+        reset: Called after the world has changed, before the function is called again.
+    """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,9 @@ class TorchState(ObjectState):
     With `per_step=True` (or HORA_ELASTIC_PER_STEP=1) a failure costs one step. Survivors keep models and optimizers in
     place, as the last applied step left them. All other values revert to those at the first gradient of the failed
     step. A commit then copies nothing, unless it is written to disk.
+
+    Args:
+        kwargs: Keyword arguments of the function, a dict; of a state: the values that it keeps, by name.
     """
 
     def __init__(

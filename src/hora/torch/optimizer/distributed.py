@@ -134,11 +134,30 @@ def DistributedOptimizer(
     on_drift: str = "warn",
     local: Collection[str] = (),
 ) -> Any:
-    """Return the same optimizer (hyperparameters, groups and state kept) that reduces gradients over `process_set`.
+    """Return the same optimizer (hyperparameters, groups and state kept), which reduces gradients over the ranks.
 
-    `sharded=True` shards optimizer work and state over the ranks. On one host it also keeps one copy of the parameters
-    in shared memory. The ranks compare hyperparameters, parameters and buffers now and then; `on_drift`: "warn" on rank
-    0 about a difference, raise an "error" on all ranks, or "ignore" it. `local` names what differs by intent.
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        named_parameters: `model.named_parameters()`: names for messages, and the parameters that take part.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        backward_passes_per_step: Gradients of this many backward passes are added up before they are reduced and
+            applied.
+        op: `hvd.Average` (the default), `hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product` or `hvd.Adasum`.
+        gradient_predivide_factor: Divide gradients by this before the sum and by size / factor after it. Only with
+            `op=hvd.Average`.
+        num_groups: Deprecated, as in Horovod: use `groups`.
+        groups: An int: that many groups of parameters; or a list of lists: these parameters travel together.
+        sparse_as_dense: Turn sparse gradients into dense ones before they are reduced.
+        process_set: A `hvd.ProcessSet`: the ranks concerned; all ranks where it is not given. Other ranks must not
+            call.
+        sharded: Shard optimizer work and state over the ranks. On one host also keep one copy of the parameters, in
+            shared memory.
+        on_drift: The ranks compare hyperparameters, parameters and buffers now and then. About a difference: "warn" on
+            rank 0, raise an "error" on all ranks, or "ignore" it.
+        local: Names of parameters and buffers that differ by intent.
+
+    Raises:
+        ValueError: The arguments do not fit one another, or the optimizer is wrapped already.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -226,6 +245,13 @@ def clip_grad_norm_(
 
     `parameters` may be an optimizer. Pending gradients of a `DistributedOptimizer` are reduced first, and the following
     `step()` does not reduce them again. `foreach` exists for torch's signature and is ignored.
+
+    Args:
+        parameters: The model's parameters, in any of the forms that torch takes.
+        max_norm: The norm above which gradients are scaled down.
+        norm_type: As of `torch.nn.utils.clip_grad_norm_`: 2 for the Euclidean norm.
+        error_if_nonfinite: Raise if the norm is NaN or infinite.
+        foreach: As of `torch.nn.utils.clip_grad_norm_`.
     """
     if isinstance(parameters, torch.optim.Optimizer):
         parameters = parameters_of(parameters)

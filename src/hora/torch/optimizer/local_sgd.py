@@ -51,7 +51,17 @@ def LocalSGD(
     compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """Return the same optimizer; hosts train independently and average their parameters every `every` steps."""
+    """Return the same optimizer; hosts train independently and average their parameters every `every` steps.
+
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        named_parameters: `model.named_parameters()`: names for messages, and the parameters that take part.
+        every: Steps between two averages of the parameters.
+        overlap: Steps during which an average may stay under way; what is learnt meanwhile is kept on top.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        backward_passes_per_step: Gradients of this many backward passes are added up before they are reduced and
+            applied.
+    """
     settings = _Settings("LocalSGD", every=every, overlap=overlap, compression=compression)
     return _made(optimizer, named_parameters, settings, backward_passes_per_step)
 
@@ -69,9 +79,16 @@ def DiLoCo(
 ) -> Any:
     """Return the same optimizer as the inner optimizer of DiLoCo (arXiv 2311.08105, by fragments: 2501.18512).
 
-    `outer` creates the outer optimizer from a list of tensors. Each of `fragments` parts of the parameters has a turn
-    every `every` steps, evenly spaced, and is in flight for `overlap` steps (default: half the time until the next
-    turn).
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        named_parameters: `model.named_parameters()`: names for messages, and the parameters that take part.
+        outer: Creates the outer optimizer from a list of tensors.
+        every: Steps between two exchanges of the same fragment.
+        fragments: Parts of the parameters, each of which has its turn, evenly spaced.
+        overlap: Steps during which a fragment is in flight; by default half the time until the next turn.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        backward_passes_per_step: Gradients of this many backward passes are added up before they are reduced and
+            applied.
     """
     if overlap is None:
         overlap = every // (2 * fragments) if _is_count(every) and _is_count(fragments) else 0
@@ -93,7 +110,15 @@ def DESLOC(
 ) -> Any:
     """Return the same optimizer; hosts average parameters and moments, each at its own period (arXiv 2505.22549).
 
-    `moments` maps an entry of the optimizer's state to its period (default: Adam's, 3 and 6 times `every`).
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        named_parameters: `model.named_parameters()`: names for messages, and the parameters that take part.
+        every: Steps between two averages of the parameters.
+        moments: The period of each entry of the optimizer's state, by name; by default Adam's, 3 and 6 times `every`.
+        overlap: Steps during which an average may stay under way; what is learnt meanwhile is kept on top.
+        compression: `hvd.Compression.none`, `.fp16`, `.bf16` or `.int8`: the format in which values travel.
+        backward_passes_per_step: Gradients of this many backward passes are added up before they are reduced and
+            applied.
     """
     if moments is None:
         moments = {"exp_avg": 3 * every, "exp_avg_sq": 6 * every} if _is_count(every) else {}

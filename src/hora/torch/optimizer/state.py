@@ -31,7 +31,16 @@ class _TensorSpec:
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
-    """Send the root's optimizer state and options to all ranks. `model` shows which SGD gradients are sparse."""
+    """Send the root's optimizer state and options to all ranks.
+
+    Args:
+        optimizer: The optimizer; its hyper-parameters, groups and state are kept.
+        root_rank: The rank whose value everyone gets.
+        model: Shows which gradients of SGD are sparse.
+
+    Raises:
+        ValueError: The optimizer is LBFGS, or its groups differ between the ranks.
+    """
     if isinstance(optimizer, LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer")
     _check_same_groups(optimizer)
