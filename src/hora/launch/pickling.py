@@ -5,6 +5,7 @@ Only members of the job unpickle them.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,12 +21,40 @@ def pickle_call(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict of keyword arguments, but it is {kwargs!r}")
     try:
-        return bytes(cloudpickle.dumps((function, tuple(args), dict(kwargs or {}))))
+        file = io.BytesIO()
+        _CallPickler(file).dump((function, tuple(args), dict(kwargs or {})))
+        return file.getvalue()
     except Exception as error:  # a user's object may raise anything
         raise TypeError(
             f"the function and its arguments cannot be sent to the workers: {error}. What cannot be pickled (a lock, "
             "an open file, a connection) has to be made inside the function, not passed to it or used from outside"
         ) from error
+
+
+class _CallPickler(cloudpickle.Pickler):
+    """Pickles broadcast variables of Spark with their values: ranks are no Python workers of Spark, which get those."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if not kind.__module__.startswith("pyspark."):
+            return super().reducer_override(value)
+        if kind.__name__ == "Broadcast":
+            return _broadcast, (value.value,)
+        if kind.__name__ == "Accumulator":
+            raise ValueError(
+                "ranks cannot add to an accumulator of Spark. Return the number from the function instead, or sum it "
+                "over the ranks with hvd.allreduce(…, op=hvd.Sum)"
+            )
+        return super().reducer_override(value)
+
+
+def _broadcast(value: Any) -> Any:
+    """Return a broadcast variable that has this value."""
+    from pyspark import Broadcast
+
+    made = Broadcast.__new__(Broadcast)
+    vars(made).update(_value=value, _path=None, _jbroadcast=None)
+    return made
 
 
 def pickle_result(result: Any, *, rank: int) -> bytes:

@@ -27,6 +27,7 @@ from hora.launch.environment import replace_variables, variables
 from hora.launch.limits import CONNECT_S
 from hora.launch.pickling import pickle_exception, pickle_result
 from hora.launch.processes import enter, name_process
+from hora.launch.providers.spark.no_driver import NO_DRIVER, forbid_driver
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.platforms.detect import detect_world
 
@@ -76,6 +77,8 @@ def run_forked(env: Mapping[str, str]) -> NoReturn:
 def main() -> int:
     """Fetch the function, run it and send its result; return the exit status."""
     world = detect_world()
+    if variables().get(NO_DRIVER):
+        forbid_driver()
     name = f"worker {world.worker}"
     client = ControlClient.connect(world.rendezvous, name=name, worker=world.worker, timeout_s=CONNECT_S)
     with contextlib.closing(client):

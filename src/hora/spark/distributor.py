@@ -70,6 +70,7 @@ class TorchDistributor(distributor.TorchDistributor):
             function=pickle_for_rank_0(functools.partial(_run_on_node, function, self.use_gpu), args, kwargs),
             slots=slots_of(self.num_processes),
             title="TorchDistributor",
+            function_name=name,
             env=forwarded_variables(),
             wait_for_slots=True,
             bind_gpus=False,

@@ -146,8 +146,11 @@ def _job(given: Mapping[str, Any], num_proc: int, **more: Any) -> SparkJob:
         env["HOROVOD_GLOO_IFACE"] = ",".join(given["nics"])
     if given["start_timeout"] is not None:
         more["start_timeout_s"] = float(given["start_timeout"])
-    timestamp = given["prefix_output_with_timestamp"]
+    timestamp, module = given["prefix_output_with_timestamp"], getattr(given["fn"], "__module__", "") or ""
+    # An estimator's function is not the user's.
+    name = "" if module.startswith("hora.") else getattr(given["fn"], "__name__", "")
     return SparkJob(
+        function_name=name,
         slots=slots_of(num_proc),
         function=pickle_call(given["fn"], given["args"], given["kwargs"]),
         env=env,

@@ -164,6 +164,7 @@ def _run_on_spark(
         function=function,
         slots=slots_of(num_proc or num_slots),
         title="HorovodRunner",
+        function_name=getattr(main, "__name__", ""),
         env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
         wait_for_slots=True,

@@ -80,6 +80,20 @@ def current_line() -> str:
     return f"{file}:{line} in {name}"
 
 
+def callers_line() -> str:
+    """Return the line of the user's code that called Hora: "train.py:12", or "cell 5, line 3" of a notebook."""
+    frame: FrameType | None = sys._getframe(1)
+    # Python writes some functions itself, such as a dataclass's.
+    while frame is not None and (frame.f_code.co_filename == "<string>" or _origin(frame.f_code.co_filename) != "user"):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(file)
+    return f"{os.path.basename(file)}:{line}" if cell is None else f"cell {cell}, line {line}"
+
+
 def rank_condition() -> str:
     """Return the `if` around the training thread's line, or a caller's, that asks for the rank: '`if hvd.rank() == 0:`
     at train.py:3'. Empty if there is none. Thread-safe.

@@ -37,7 +37,7 @@ from hora.launch.limits import SILENCE_S, SPARK_END_S
 from hora.launch.preload import modules_to_preload
 from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import check_protection, is_connect, is_local, listening_address, server_host
-from hora.launch.providers.spark.driver import StageDriver, TaskAgents
+from hora.launch.providers.spark.driver import LOST_TASK, StageDriver, TaskAgents
 from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks
 from hora.launch.providers.spark.task import SparkTask, python_path
 from hora.net.server import Peer, Server
@@ -48,6 +48,7 @@ _SCHEMA = "kind string, number long, chunk binary"
 _CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
 _POLL_S = 0.2
 _CONNECT_LIMIT_S = 2.0
+_CANCELLATION_S = 2.0
 _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
 _numbers = itertools.count()
 
@@ -193,8 +194,16 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     check_protection(cluster)
     if is_connect(cluster):
         return _run_on_connect(cluster, wanted)
-    with StageDriver(cluster, wanted.num_proc, group=wanted.title, stream_output=wanted.output.console) as driver:
-        return run_in_tasks(driver, wanted)
+    stage: dict[str, Any] = {"group": wanted.title, "about": wanted.about, "stream_output": wanted.output.console}
+    with StageDriver(cluster, wanted.num_proc, **stage) as driver:
+        try:
+            return run_in_tasks(driver, wanted)
+        except JobFailedError as error:
+            # Tasks that are killed end a little before the job that somebody has cancelled.
+            reason = driver.stage.cancellation(_CANCELLATION_S) if LOST_TASK in str(error) else ""
+            if not reason:
+                raise
+            raise JobFailedError(f"Spark job has failed: {reason}", rank=error.rank) from error
 
 
 def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:

@@ -36,6 +36,7 @@ T = TypeVar("T", bound="TaskAgents")
 _POLL_S = 0.25
 _NOTICE_AFTER_S = 5.0
 _LEAVE_LIMIT_S = 10.0
+LOST_TASK = "the executor was lost or the task was killed"
 
 _log = logging.getLogger("hora.launch")
 
@@ -44,9 +45,17 @@ class SparkStage:
     """A running Spark job. `error` is why it failed, once `ended` is set; None if it succeeded."""
 
     def __init__(
-        self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str, barrier: bool = True
+        self,
+        context: Any,
+        num_tasks: int,
+        body: Callable[[int], None],
+        *,
+        group: str,
+        about: str = "",
+        barrier: bool = True,
     ) -> None:
         self.context = context
+        self._about = about or group
         # Spark refuses barrier stages under dynamic allocation. Ordinary tasks suffice: the start timeout covers slots
         # that never appear.
         self._barrier = barrier and not allocates_dynamically(context)
@@ -107,7 +116,7 @@ class SparkStage:
     def failure_text(self) -> str:
         """Return Spark's reason for the failure in a few lines, without the Java stack."""
         text = str(self.error)
-        found = re.search(r"Job aborted.*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
+        found = re.search(r"(?:Job aborted|Job \d+ cancelled).*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
         hint = ""
         if "No module named 'hora'" in text:
             hint = (
@@ -116,9 +125,16 @@ class SparkStage:
             )
         return (found.group(0) if found else text)[:4000].strip() + hint
 
+    def cancellation(self, limit_s: float) -> str:
+        """Return the line in which Spark says that it has cancelled the job, if it has within this time."""
+        self.ended.wait(limit_s)
+        found = re.search(r"Job \d+ cancelled[^\n]*", str(self.error or ""))
+        return found[0].strip() if found else ""
+
     def _run(self) -> None:
         try:
-            self.context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
+            about = f"{self._about}: {self._num_tasks} processes"
+            self.context.setJobGroup(self.group, about, interruptOnCancel=True)
             rdd = self.context.parallelize(range(self._num_tasks), self._num_tasks)
             stage = rdd.barrier() if self._barrier else rdd
             tasks = stage.mapPartitions(functools.partial(_call_for_each, self._body))
@@ -131,11 +147,22 @@ class SparkStage:
                     tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
                 finally:
                     self.context.environment = environment
-            tasks.collect()
+            with _named_stage(self.context, f"{self._about}: ranks 0 to {self._num_tasks - 1}"):
+                tasks.collect()
         except BaseException as error:  # whatever it is belongs to the thread that waits for the job
             self.error = error
         finally:
             self.ended.set()
+
+
+@contextlib.contextmanager
+def _named_stage(context: Any, name: str) -> Iterator[None]:
+    """Give stages of this thread a name in Spark's pages, which pyspark would name after a line of ours."""
+    from pyspark.traceback_utils import SCCallSiteSync
+
+    with SCCallSiteSync(context):  # nested ones leave the outermost one's name
+        context._jsc.setCallSite(name)
+        yield
 
 
 def _call_for_each(body: Callable[[int], None], partition: Iterable[int]) -> Iterator[None]:
@@ -170,7 +197,7 @@ class TaskAgent(AgentHandle):
         self.send(Quit(status))
 
     def _why_ended(self, status: int, *, joined: bool) -> str:
-        return f"its Spark task ({self.task}) ended: the executor was lost or the task was killed"
+        return f"its Spark task ({self.task}) ended: {LOST_TASK}"
 
 
 class TaskAgents(Agents):
@@ -327,6 +354,7 @@ class StageDriver(TaskAgents):
         *,
         group: str,
         stream_output: bool = True,
+        about: str = "",
         barrier: bool = True,
         return_s: float = 0.0,
     ) -> None:
@@ -346,7 +374,7 @@ class StageDriver(TaskAgents):
                 # In local mode the executor's log is the driver's terminal, which already shows the output.
                 keep_output=not is_local(context),
             )
-            self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
+            self.stage = SparkStage(context, num_tasks, task, group=group, about=about, barrier=barrier)
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
             self.stage.start()
             self._closing = undo.pop_all()

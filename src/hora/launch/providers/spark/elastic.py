@@ -54,7 +54,8 @@ def run_elastic_on_spark(
         stuck_s=max(elastic_timeout_s / 2, 1.0),
         lost_s=seconds_of("HORA_LAUNCHER_TIMEOUT", default_s=30.0),
     )
-    stage = {"group": wanted.title, "stream_output": wanted.output.console, "return_s": limits.lost_s}
+    stage: dict[str, Any] = {"group": wanted.title, "about": wanted.about, "stream_output": wanted.output.console}
+    stage["return_s"] = limits.lost_s
     with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
         driver.meet_in_time(limits.num_proc, wanted.start_timeout_s, least=min_num_proc)
         hosts = driver.hosts()

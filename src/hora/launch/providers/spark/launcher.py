@@ -13,18 +13,27 @@ from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, WorkerSpec
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, seconds_of
 from hora.launch.providers.spark.driver import TaskAgent, TaskAgents
+from hora.launch.providers.spark.no_driver import NO_DRIVER
 from hora.launch.slots import Slot, place_ranks, visible_gpus
+from hora.telemetry.stacks import callers_line
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparkJob(Job):
-    """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived; its title names Spark's jobs."""
+    """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived."""
 
     function: bytes = field(repr=False)
     start_timeout_s: float = field(default_factory=lambda: seconds_of("HOROVOD_SPARK_START_TIMEOUT"))
     wait_for_slots: bool = False  # wait for other Spark jobs without a limit; the start timeout begins with the stage
     bind_gpus: bool = True  # make Spark's GPUs the visible ones, indexed by local rank
     python: str | None = None  # of the processes; None: the one of Spark's Python workers
+    function_name: str = ""  # what the user calls, …
+    line: str = field(default_factory=callers_line)  # … and where
+
+    @property
+    def about(self) -> str:
+        """Return the name of the job on Spark's pages."""
+        return f"{self.function_name or self.title} ({self.line})" if self.line else self.function_name or self.title
 
 
 def slots_of(num_proc: int) -> tuple[Slot, ...]:
@@ -68,7 +77,7 @@ class SparkLauncher(HostLauncher):
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
         own = self._driver.agent(self._node_of(spec))
-        env = {**spec.env, **self._master, GPU_VARIABLE: ",".join(own.gpus)}
+        env = {**spec.env, **self._master, GPU_VARIABLE: ",".join(own.gpus), NO_DRIVER: "1"}
         visible = visible_gpus(own.gpus, [task.gpus for task in self._tasks or [own] if task.host == own.host])
         if visible and self._job.bind_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
