@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import threading
 from decimal import Decimal
 from unittest import mock
@@ -376,3 +377,17 @@ def test_a_prediction_sees_at_most_a_batch_of_rows(spark):
     assert {row.y__output for row in model.setBatchSize(30).transform(frame).collect()} == {30.0, 10.0}
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, but it is 0"):
         model.setBatchSize(0).transform(frame)
+
+
+class WithoutTensorFlow(torch.nn.Linear):
+    def forward(self, rows):
+        loaded = [name for name in ("tensorflow", "keras") if name in sys.modules]
+        assert not loaded, loaded
+        return super().forward(rows)
+
+
+def test_neither_ranks_nor_tasks_that_predict_import_tensorflow(frame, store):
+    model = WithoutTensorFlow(2, 1)
+    trained = estimator(store, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), epochs=1).fit(frame)
+    assert trained.transform(frame).select("y__output").count() == len(X)
+    assert len(trained.transform(frame).select("y__output").collect()) == len(X)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,9 +27,6 @@ from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-_naming = threading.Lock()
-_named: set[str] = set()
 
 
 class Backend:
@@ -267,7 +264,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         if self.validates_on_all_ranks and 0 < val_rows < num_proc:
             raise ValueError(f"{val_rows} validation rows are too few for {num_proc} processes; use fewer")
         store = values["store"]
-        run_id = values["run_id"] or _new_run(store, self.run_prefix)
+        run_id = values["run_id"] or _new_run(self.run_prefix)
         packed = self._pack(values, features)
         # Do not send what the ranks do not need or get otherwise.
         packed["values"] = values | {"model": None, "store": None, "backend": None} | packed["values"]
@@ -347,11 +344,6 @@ def _features(values: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name not in others]
 
 
-def _new_run(store: Any, prefix: str) -> str:
-    """Return a name that no run has: trainings that start in the same second must not resume each other."""
-    with _naming:
-        second = int(time.time())
-        while (name := f"{prefix}_{second}") in _named or store.exists(store.get_run_path(name)):
-            second += 1
-        _named.add(name)
-    return name
+def _new_run(prefix: str) -> str:
+    """Return a name that no run has, of other applications neither: they must not resume each other."""
+    return f"{prefix}_{int(time.time())}_{uuid.uuid4().hex[:8]}"

@@ -6,12 +6,14 @@ All values of a column have the same number of elements, and none is missing; th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hora.spark.estimator.claims import Claim
 from hora.spark.estimator.store import Store
 
 if TYPE_CHECKING:
@@ -257,6 +259,7 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tu
 @dataclass
 class _Entry:
     key: object
+    claim: Claim
     users: int = 0
     making: threading.Lock = field(default_factory=threading.Lock)
     dataset: Dataset | None = None
@@ -276,8 +279,8 @@ def prepared(
     with _lock:
         index = next((index for index, entry in _in_use.items() if entry.key == key), None)
         if index is None:
-            index = next(index for index in range(len(_in_use) + 1) if index not in _in_use)
-            _in_use[index] = _Entry(key)
+            index, claim = _claimed(store)
+            _in_use[index] = _Entry(key, claim)
         entry = _in_use[index]
         entry.users += 1
     try:
@@ -290,6 +293,16 @@ def prepared(
             entry.users -= 1
             if not entry.users:
                 del _in_use[index]
+                entry.claim.close()
+
+
+def _claimed(store: Store) -> tuple[int, Claim]:
+    """Return the first index that neither this nor another application uses, and a claim on it."""
+    for index in itertools.count():
+        claim = None if index in _in_use else Claim.acquire(store, index)
+        if claim is not None:
+            return index, claim
+    raise AssertionError("there is always another index")
 
 
 def dataset_at(index: int) -> Dataset:

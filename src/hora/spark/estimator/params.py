@@ -43,7 +43,7 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "shuffle": (True, "random order of the training rows"),
     "shuffle_buffer_size": (None, "deprecated, without effect"),
     "partitions_per_process": (10, "Parquet files for each process"),
-    "run_id": (None, "name of the run; pytorch_<seconds> unless given. If it has a checkpoint, training resumes"),
+    "run_id": (None, "name of the run; made up unless given. If it has a checkpoint, training resumes"),
     "train_minibatch_fn": (None, "replaces the step on one batch"),
     "train_steps_per_epoch": (None, "every row once unless given"),
     "validation_steps_per_epoch": (None, "every row once unless given"),
