@@ -81,10 +81,11 @@ def nothing_is_left() -> None:
 
 
 def living_actors() -> list[int]:
-    """Return the processes of all actors that are running or pending."""
+    """Return the processes of all actors that are running or pending, but for those that Ray Data keeps for itself."""
     from ray._private.state import actors
 
-    return [facts["Pid"] for facts in actors().values() if facts["State"] != "DEAD"]
+    found = [facts for facts in actors().values() if facts["State"] != "DEAD"]
+    return [facts["Pid"] for facts in found if not facts.get("ActorClassName", "").startswith("_")]
 
 
 def living_groups() -> list[str]:

@@ -398,3 +398,83 @@ def test_a_distributed_function_on_ray(settings):
         return x, os.environ["HOROVOD_RANK"]
 
     assert place.distributed(3) == [(3, "0"), (3, "1")]
+
+
+def reads_its_shard(epochs):
+    """Return the rows of this rank in each epoch, and what a collective makes of them."""
+    import torch
+
+    import horovod.torch as hvd
+    from horovod.ray import get_dataset_shard
+
+    hvd.init()
+    shard, found = get_dataset_shard("train"), []
+    for _ in range(epochs):
+        batches = [batch["id"] for batch in shard.iter_torch_batches(batch_size=5)]
+        found.append(sorted(torch.cat(batches).tolist()))
+        hvd.allreduce(torch.ones(1), name="epoch")
+    hvd.shutdown()
+    return found
+
+
+def asks_for(name):
+    from horovod.ray import get_dataset_shard
+
+    return get_dataset_shard(name).materialize().count()
+
+
+def test_datasets_are_split_among_the_ranks(settings):
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    with RayExecutor(settings, num_workers=2) as executor:
+        executor.start()
+        shards = executor.run(reads_its_shard, args=[2], datasets=ray.data.range(40))
+        for epoch in range(2):
+            assert sorted(row for shard in shards for row in shard[epoch]) == list(range(40))
+        assert [len(shard[0]) for shard in shards] == [20, 20]
+        both = {"train": ray.data.range(8), "valid": ray.data.range(4)}
+        assert executor.run(asks_for, args=["valid"], datasets=both) == [2, 2]
+        for given, name, words in (
+            (both, "test", "no dataset 'test', only 'train', 'valid'"),
+            (None, None, "only none"),
+        ):
+            with pytest.raises(KeyError, match=words):
+                executor.run(asks_for, args=[name], datasets=given)
+        with pytest.raises(ValueError, match=r"'train' must be a ray\.data\.Dataset.*list"):
+            executor.run(asks_for, args=[None], datasets=[1, 2])
+        with pytest.raises(ValueError, match="has 1 rows, too few for 2 ranks"):
+            executor.run(asks_for, args=[None], datasets=ray.data.range(1).materialize())
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        executor.run(asks_for, datasets=both)
+
+
+def group_of_worker():
+    return ray.util.get_current_placement_group().id.hex(), os.environ["FROM"], os.environ["MORE"]
+
+
+def test_a_placement_group_and_a_runtime_environment_of_the_user(settings):
+    group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="PACK")
+    try:
+        with RayExecutor(settings, num_workers=2, placement_group=group) as executor:
+            own = {"env_vars": {"FROM": "runtime_env", "MORE": "0"}}
+            executor.start(runtime_env=own, extra_env_vars={"MORE": "1"})
+            assert executor.run(group_of_worker) == [(group.id.hex(), "runtime_env", "1")] * 2
+        assert ray.util.placement_group_table(group)["state"] == "CREATED"  # it is the user's
+        with RayExecutor(settings, num_workers=3, placement_group=group) as executor:
+            with pytest.raises(ValueError, match="has room for 2 workers"):
+                executor.start()
+        with RayExecutor(settings, num_workers=2, placement_group=group) as executor:
+            with pytest.raises(ValueError, match="runtime_env must be a dict"):
+                executor.start(runtime_env="pip")
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_what_changes_with_the_workers_is_rejected_for_elastic_executors(settings):
+    group = ray.util.placement_group([{"CPU": 1}])
+    with pytest.raises(ValueError, match="leave out placement_group"):
+        RayExecutor(settings, min_workers=1, placement_group=group)
+    ray.util.remove_placement_group(group)
+    with RayExecutor(settings, min_workers=1) as executor:
+        executor.start()
+        with pytest.raises(ValueError, match="a dataset is split once"):
+            executor.run(asks_for, args=[None], datasets=ray.data.range(4))

@@ -42,12 +42,22 @@ class Adapter(ABC):
     """The part of an executor that uses Ray; an actor under Ray Client. Functions get the worker's executable."""
 
     @abstractmethod
-    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
-        """Acquire everything needed to run functions. `env`: variables of the workers, from their start on."""
+    def start(
+        self,
+        make_executable: Callable[[], Any] | None,
+        env: Mapping[str, str],
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Acquire everything needed to run functions. `env`: variables of the workers, from their start on.
+
+        `runtime_env`: of the workers' processes, as Ray knows it.
+        """
 
     @abstractmethod
-    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
-        """Call `fn(executable)` on all workers. `queue`: of `ray_logger.log`."""
+    def execute(
+        self, fn: Callable[[Any], Any], queue: Any = None, datasets: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call `fn(executable)` on all workers. `queue`: of `ray_logger.log`. `datasets`: to be split among them."""
 
     @abstractmethod
     def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -63,6 +73,14 @@ class Adapter(ABC):
 
 
 T = TypeVar("T")
+
+
+def process_options(env: Mapping[str, str], runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of an actor whose process has these variables and this runtime environment."""
+    own = dict(runtime_env or {})
+    if env:
+        own["env_vars"] = {**own.get("env_vars", {}), **{name: str(value) for name, value in env.items()}}
+    return {"runtime_env": own} if own else {}
 
 
 def detect_nics(settings: Any, all_host_names: Collection[str], node_workers: Sequence[Any] | None = None) -> list[str]:

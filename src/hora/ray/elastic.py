@@ -30,7 +30,7 @@ from hora.legacy import elastic as elastic_driver
 from hora.legacy.elastic import ElasticDriver, HostDiscovery
 from hora.legacy.runner import ElasticSettings, Timeout
 from hora.ray import ray_logger
-from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
+from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var, process_options
 from hora.ray.coordinator import driver_address
 from hora.ray.ray_logger import Callback, queue_for
 
@@ -177,11 +177,17 @@ class ElasticAdapter(Adapter):
         self._begin_with: list[HostInfo] = []
         self._make_executable: Callable[[], Any] | None = None
         self._env: dict[str, str] = {}
+        self._runtime_env: Mapping[str, Any] | None = None
 
-    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
+    def start(
+        self,
+        make_executable: Callable[[], Any] | None,
+        env: Mapping[str, str],
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
         if self._hosts is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
-        self._make_executable, self._env = make_executable, dict(env)
+        self._make_executable, self._env, self._runtime_env = make_executable, dict(env), runtime_env
         resources = {"CPU": self.params.cpus_per_worker, "GPU": self.params.gpus_per_worker or 0}
         interval_s = lambda: float(elastic_driver.DISCOVER_HOSTS_FREQUENCY_SECS)  # noqa: E731
         most = self.limits.max_num_proc
@@ -198,8 +204,15 @@ class ElasticAdapter(Adapter):
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         raise NotImplementedError("an elastic executor has no execute_single(), because its workers change: use run()")
 
-    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], queue: Any = None, datasets: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Return the values of the last generation's workers, in rank order."""
+        if datasets:
+            raise ValueError(
+                "the workers of an elastic executor change, but a dataset is split once: use num_workers instead of "
+                "min_workers, or read the data in the function, each rank its part"
+            )
         if self._hosts is None:
             raise RuntimeError("the executor is not running: call start() first")
         make_executable = self._make_executable
@@ -213,7 +226,7 @@ class ElasticAdapter(Adapter):
             self._hosts,
             address=driver_address(self.settings.nics),
             call=ray.put(call),
-            options={**per_worker, **({"runtime_env": {"env_vars": self._env}} if self._env else {})},
+            options={**per_worker, **process_options(self._env, self._runtime_env)},
             use_gpu=self.params.use_gpu,
         )
         spec = ElasticSpec(

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from hora.legacy.runner import Timeout, make_secret_key
+from hora.ray.datasets import named
 from hora.ray.elastic import ElasticParams
 from hora.ray.ray_logger import Callback, queue_for
 from hora.ray.static import StaticParams
@@ -67,6 +68,7 @@ class RayExecutor:
         use_gpu: Give GPUs to the ranks.
         gpus_per_worker: GPUs of each rank.
         use_current_placement_group: Inside a Ray task with a placement group: use its resources.
+        placement_group: Yours, in whose bundles the workers run; it is not removed.
         min_workers: Elastic: go on as long as there are this many.
         max_workers: Elastic: never more than this.
         reset_limit: Elastic: how many times the job may go on with other ranks before it gives up.
@@ -112,6 +114,7 @@ class RayExecutor:
         cooldown_range: tuple[int, int] | None = None,
         elastic_timeout: float = 600,
         override_discovery: bool = True,
+        placement_group: Any = None,
         **old_names: Any,
     ) -> None:
         given = {**locals(), **_renamed(old_names)}
@@ -126,6 +129,11 @@ class RayExecutor:
                 "Both `min_workers` and `num_workers` provided. Use min_workers for an elastic job, num_workers for "
                 "one of a fixed size"
             )
+        if min_workers and placement_group is not None:
+            raise ValueError(
+                "an elastic executor reserves a placement group for each of its slots: leave out placement_group, or "
+                "use num_workers instead of min_workers"
+            )
         kind: type[ElasticParams | StaticParams] = StaticParams if min_workers is None else ElasticParams
         # Their fields have the names of the arguments.
         self.params: ElasticParams | StaticParams = kind(**{one.name: given[one.name] for one in fields(kind)})
@@ -138,11 +146,15 @@ class RayExecutor:
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         """Acquire the cluster's resources and, with a fixed size, start the workers, each with its `executable_cls(…)`.
 
-        `extra_env_vars`: for the workers, from the start of their processes on.
+        `extra_env_vars`: for the workers, from the start of their processes on. `runtime_env`: of these processes, as
+        for Ray's actors (`env_vars`, `pip`, …).
         """
+        if runtime_env is not None and not isinstance(runtime_env, Mapping):
+            raise ValueError(f"runtime_env must be a dict, as for Ray's actors, but it is {runtime_env!r}")
         if self.adapter is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
         self._is_remote = bool(ray.util.client.ray.is_connected())
@@ -156,7 +168,7 @@ class RayExecutor:
             if executable_cls is not None:
                 make_executable = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
             env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
-            self._call("start", make_executable, env)
+            self._call("start", make_executable, env, runtime_env)
         except BaseException:
             self.shutdown()
             raise
@@ -167,9 +179,18 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
+        *,
+        datasets: Any = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on all workers; returns values in rank order. `callbacks` get what workers log."""
-        return self.execute(_with_arguments(fn, args, kwargs), callbacks)
+        """Call `fn(*args, **kwargs)` on all workers; returns values in rank order. `callbacks` get what workers log.
+
+        `datasets`: a Ray dataset, or a dict of some by name. The function gets its rank's shard from
+        `get_dataset_shard`.
+        """
+        self._must_run()
+        found = named(datasets)
+        with queue_for(callbacks) as queue:
+            return list(self._call("execute", _with_arguments(fn, args, kwargs), queue, found))
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None

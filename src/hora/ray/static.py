@@ -21,6 +21,7 @@ from hora.errors import HorovodInternalError, JobFailedError
 from hora.launch.job import STOPPED
 from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import Coordinator
+from hora.ray.datasets import split
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 # Grace periods for the others to end: after a rank has raised, and after they were notified of the loss.
@@ -38,6 +39,7 @@ class StaticParams(BaseParams):
     num_hosts: int | None = None
     num_workers_per_host: int | None = 1
     use_current_placement_group: bool = True
+    placement_group: Any = None  # the user's own
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,12 +66,17 @@ class StaticAdapter(Adapter):
         self._broken = ""  # why the executor cannot continue, such as a dead worker
         self._stop_reason = ""
 
-    def start(self, make_executable: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
+    def start(
+        self,
+        make_executable: Callable[[], Any] | None,
+        env: Mapping[str, str],
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
         if self.strategy is not None:
             raise RuntimeError("the executor is already running: call shutdown() first")
         try:
             self.strategy = self._choose_strategy()
-            self.workers, _ = self.strategy.create_workers(env)
+            self.workers, _ = self.strategy.create_workers(env, runtime_env)
             envs, executable = self._meet(self.strategy, env), ray.put(make_executable)
             self._outcomes(
                 [worker.complete_start.remote(own, executable) for worker, own in zip(self.workers, envs, strict=True)]
@@ -82,11 +89,12 @@ class StaticAdapter(Adapter):
         params = self.params
         per_host = params.num_workers_per_host or 1
         inherits = params.use_current_placement_group and ray.util.get_current_placement_group() is not None
-        if params.num_workers or inherits:
+        if params.num_workers or params.placement_group is not None or inherits:
             return PGStrategy(
                 settings=self.settings,
                 num_workers=params.num_workers or (params.num_hosts or 1) * per_host,
-                force_create_placement_group=not params.use_current_placement_group,
+                placement_group=params.placement_group,
+                force_create_placement_group=params.placement_group is None and not params.use_current_placement_group,
                 **params.per_worker,
             )
         assert params.num_hosts
@@ -114,15 +122,23 @@ class StaticAdapter(Adapter):
             worker.node_id.remote().future().add_done_callback(partial(self._ended, rank))
         return references
 
-    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], queue: Any = None, datasets: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         workers = self._living()
+        assert self.strategy is not None
+        shards = split(datasets, [place.node for place in self.strategy.places]) if datasets else []
         for worker in workers if queue is not None else ():
             worker.set_queue.remote(queue)
+        for worker, own in zip(workers, shards, strict=False):
+            worker.keep_shards.remote(own)
         try:
             return self._outcomes(self._submit(fn, workers))
         finally:
             for worker in self.workers if queue is not None else ():
                 worker.set_queue.remote(None)
+            for worker in self.workers if shards else ():
+                worker.keep_shards.remote({})
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         return self._outcomes(self._submit(fn, self._living()[:1]))[0]

@@ -15,6 +15,8 @@ from hora.launch.providers.ray.actor import ActorProcess, node_id, this_process
 from hora.launch.slots import visible_gpus
 from hora.platforms.detect import keep_secret
 from hora.ray import ray_logger
+from hora.ray.adapter import process_options
+from hora.ray.datasets import keep_shards
 
 Bundle = Mapping[str, float]
 
@@ -66,6 +68,10 @@ class BaseHorovodWorker:
     def execute(self, func: Callable[[Any], Any]) -> Any:
         return func(self.executable)
 
+    def keep_shards(self, shards: Mapping[str, Any]) -> None:
+        """Set the shards of `get_dataset_shard`."""
+        keep_shards(shards)
+
     def set_queue(self, queue: Any) -> None:
         """Set the queue of `ray_logger.log`."""
         ray_logger.configure(queue=queue)
@@ -106,12 +112,13 @@ class BaseStrategy:
         self.places: list[ActorProcess] = []
         self._created_placement_group = False
 
-    def create_workers(self, env_vars: Mapping[str, str] | None = None) -> tuple[list[Any], list[Any]]:
+    def create_workers(
+        self, env_vars: Mapping[str, str] | None = None, runtime_env: Mapping[str, Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
         """Return the actors in rank order, and one per host. `env_vars`: set from the start of their processes on."""
         bundles = self._reserve()
         options: dict[str, Any] = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
-        if env_vars:
-            options["runtime_env"] = {"env_vars": {name: str(value) for name, value in env_vars.items()}}
+        options |= process_options(env_vars or {}, runtime_env)
         worker_class = ray.remote(BaseHorovodWorker)
         for rank, bundle in enumerate(bundles):
             where = PlacementGroupSchedulingStrategy(
@@ -182,13 +189,20 @@ class PGStrategy(BaseStrategy):
         if self.placement_group is None:
             self._create_group(self._per_worker(), self.num_workers, "PACK")
             return list(range(self.num_workers))
+        limit_s = self.settings.placement_group_timeout_s
+        if not self.placement_group.wait(limit_s):
+            raise TimeoutError(
+                f"Ray has not granted the placement group within {limit_s:g} s (placement_group_timeout_s); available "
+                f"are {ray.available_resources()}, its bundles are {self.placement_group.bundle_specs}"
+            )
         need = {name: amount for name, amount in self._per_worker().items() if amount}
         bundles = self.placement_group.bundle_specs
         room = sum(int(min(bundle.get(name, 0) // amount for name, amount in need.items())) for bundle in bundles)
         if need and room < self.num_workers:
             raise ValueError(
-                f"the placement group that this runs in has room for {room} workers of {need}, but {self.num_workers} "
-                f"are requested; its bundles are {bundles}. Enlarge it, or pass use_current_placement_group=False"
+                f"the placement group that was given, or that this runs in, has room for {room} workers of {need}, but "
+                f"{self.num_workers} are requested; its bundles are {bundles}. Enlarge it, or pass "
+                "use_current_placement_group=False"
             )
         return [-1] * self.num_workers
 
