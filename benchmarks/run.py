@@ -53,6 +53,12 @@ PARTS = (
         ("java",),
         quick=True,
     ),
+    Part(
+        "An estimator on Spark against a plain Parquet reader",
+        (("spark_estimator", "1000000", "3"),),
+        ("pyspark", "pandas", "pyarrow"),
+        ("java",),
+    ),
     Part("A step that is watched", (("watch", "overhead", "--rounds", "3"),)),
     Part("The guilty rank", (("watch", "slow", "--tries", "5"), ("watch", "hang", "--tries", "5"))),
 )
