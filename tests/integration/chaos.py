@@ -11,6 +11,9 @@ for bit, those of a run with the same ranks in the same steps.
 With `--hosts` the ranks run on three hosts, which are network namespaces (requires root); the first one runs the
 launcher. Faults then include unplugged cables and a full disk where commits are written.
 
+With `--restarts` these hosts are the nodes of `hora run --join --run-id`. Faults then include launchers that are killed
+and started again, also while ranks die, nodes that are killed, and launchers that are stopped.
+
 With `--store` these hosts are the nodes of `hora run --join`, each with an etcd member. Faults then include killed and
 stopped leaders, killed etcd members, and the unplugged cable of the leader's host.
 """
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +211,7 @@ class HostChaos(Chaos):
 
     def finish(self) -> None:
         super().finish()
-        if isinstance(self.job, NodesJob):
+        if isinstance(self.job, NodesJob) and self.job.etcd is not None:
             self.job.etcd.stop()
         mine = [host.pid for host in self.hosts]
         wait_until("every process on the hosts is gone", lambda: all(len(inside(pid)) <= 2 for pid in mine))
@@ -216,7 +220,9 @@ class HostChaos(Chaos):
 class NodesJob(ElasticJob):
     """A job of `hora run --join`: one node process on each of three hosts, any of which may be killed."""
 
-    def __init__(self, work: Path, plan: dict[str, Any], environment: dict[str, str], hosts: list[Host], etcd: Etcd):
+    def __init__(
+        self, work: Path, plan: dict[str, Any], environment: dict[str, str], hosts: list[Host], etcd: Etcd | None
+    ):
         self.folder, self.work = work / "job", work
         self.folder.mkdir()
         self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
@@ -233,8 +239,9 @@ class NodesJob(ElasticJob):
         size = ["-np", "6", "--min-np", "1", "--start-timeout", "120", "--blacklist-cooldown-range", "1", "1"]
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{index}"]
         program = [sys.executable, str(Path(__file__).with_name("elastic_job.py")), json.dumps({"plan": self.plan})]
-        line = [str(BIN / "hora"), "run", *place, *size, "--network-interfaces", "cable", *program]
-        environment = {**self.environment, "HORA_STORE": self.etcd.url}
+        again = ["--run-id", "chaos", "--leader-timeout", "180"] if self.etcd is None else []
+        line = [str(BIN / "hora"), "run", *place, *size, *again, "--network-interfaces", "cable", *program]
+        environment = self.environment if self.etcd is None else {**self.environment, "HORA_STORE": self.etcd.url}
         return JobProcess(self.hosts[index].command(*named, *line), folder, **environment)
 
     def host(self, name: str) -> str:
@@ -247,7 +254,9 @@ class NodesJob(ElasticJob):
         return ended[0] if ended else self.nodes[0].process
 
     def leader(self) -> int | None:
-        """Return the index of the leading node according to etcd."""
+        """Return the index of the leading node, according to etcd if there is one."""
+        if self.etcd is None:
+            return 0
         line = ["etcdctl", "--endpoints", ",".join(self.etcd.members), "get", "--prefix", "/hora/"]
         env = {"ETCDCTL_API": "3", "PATH": os.environ["PATH"]}
         for host in self.hosts:
@@ -260,11 +269,19 @@ class NodesJob(ElasticJob):
                     return int(name.removeprefix("host"))
         return None
 
-    def kill_node(self, index: int) -> None:
+    def kill_node(self, index: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill a node's process but not its workers, then restart it."""
         self.nodes[index].process.kill()
         self.nodes[index].process.wait(30)
         self.past.append(self.nodes[index])
+        meanwhile()
+        self.nodes[index] = self._start(index)
+
+    def lose_node(self, index: int) -> None:
+        """Kill all processes of a node, then restart it."""
+        self.nodes[index].kill()
+        self.past.append(self.nodes[index])
+        time.sleep(3.0)  # the leader expects no second node of that number
         self.nodes[index] = self._start(index)
 
     def processes(self) -> list[psutil.Process]:
@@ -318,6 +335,52 @@ class StoreChaos(HostChaos):
         return 1
 
 
+class RestartChaos(HostChaos):
+    """Chaos on three nodes whose launcher, the process of node 0, is killed and started again."""
+
+    def __init__(self, work: Path, seed: int, hosts: list[Host], disk: Path, ssh: str, per_step: bool):
+        self.random, self.hosts, self.disk = random.Random(seed), hosts, disk
+        plan = {"samples": 96, "epochs": 10**6, "pause_s": 0.05, "per_step": per_step, "durable": str(disk / "commits")}
+        plan["commits"] = seed
+        self.job = NodesJob(work, plan, {**ENVIRONMENT, "HORA_SSH": ssh}, hosts, None)
+        self.hurt, self.faults, self.struck = set(), Counter(), []
+
+    def strike(self) -> int:
+        kind = self.random.choice(("any", "any", "kill leader", "kill leader", "kill leader", "stop leader", "node"))
+        leader = self.job.nodes[0].process
+        if kind == "kill leader":
+            self.job.kill_node(0, self.while_nobody_leads)
+        elif kind == "stop leader":
+            leader.send_signal(signal.SIGSTOP)
+            time.sleep(self.random.choice((1.0, 6.0)))
+            leader.send_signal(signal.SIGCONT)
+        elif kind == "node" and len(self.inhabited()) > 1:
+            self.job.lose_node(self.random.choice((1, 2)))
+        else:
+            return super().strike()
+        self.faults[kind] += 1
+        return 1
+
+    def inhabited(self) -> set[str]:
+        """Return the hosts of the present members."""
+        members = set(self.members())
+        notes = [note for note in self.job.notes() if int(note.split()[1]) in members]
+        return {note.split(" as ")[1].rpartition("/")[0] for note in notes}
+
+    def while_nobody_leads(self) -> None:
+        """Let ranks train for a while, and perhaps hurt some, or kill the next leader while agents return to it."""
+        time.sleep(self.random.choice((0.0, 1.0, 5.0)))
+        if self.random.random() < 0.3:
+            super().strike()
+        if self.random.random() < 0.3:
+            again = self.job._start(0)
+            time.sleep(self.random.uniform(0.5, 4.0))
+            again.process.kill()
+            again.process.wait(30)
+            self.job.past.append(again)
+            self.faults["kill again"] += 1
+
+
 def inside(holder: int) -> list[int]:
     """Return the processes in the network namespace of `holder`, including the holder and its sshd."""
     wanted, found = os.readlink(f"/proc/{holder}/ns/net"), []
@@ -340,8 +403,8 @@ def small_disk(place: Path):
 
 
 @contextlib.contextmanager
-def chaos_on_hosts(work: Path, seed: int, store: bool = False, **arguments: Any):
-    """Set up three hosts, the second and third with sshd. `store`: with an etcd member on each."""
+def chaos_on_hosts(work: Path, seed: int, store: bool = False, restarts: bool = False, **arguments: Any):
+    """Set up three hosts, the second and third with sshd. `store`: with an etcd member on each. `restarts`: one run."""
     addresses = ("10.79.0.1", "10.79.0.2", "10.79.0.3")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(joined(addresses))
@@ -353,6 +416,9 @@ def chaos_on_hosts(work: Path, seed: int, store: bool = False, **arguments: Any)
             stack.enter_context(SshServer(folder, {name: address}, prefix=tuple(host.command())))
             with config.open("a") as file:
                 file.write(f"Include {folder}/ssh_config\n")
+        if restarts:
+            yield RestartChaos(work, seed, hosts, disk, f"ssh -F {config}", **arguments)
+            return
         if not store:
             yield HostChaos(work, seed, hosts, disk, f"ssh -F {config}", **arguments)
             return
@@ -368,11 +434,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="train for so many steps at least")
     parser.add_argument("--per-step", action="store_true")
     parser.add_argument("--hosts", action="store_true", help="three hosts, in network namespaces")
+    parser.add_argument("--restarts", action="store_true", help="three hosts whose launcher is started again")
     parser.add_argument("--store", action="store_true", help="three hosts that may all lead, and an etcd on them")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     make = functools.partial(chaos_on_hosts, store=True) if arguments.store else chaos_here
+    make = functools.partial(chaos_on_hosts, restarts=True) if arguments.restarts else make
     make = chaos_on_hosts if arguments.hosts else make
     with (
         tempfile.TemporaryDirectory() as work,
