@@ -199,6 +199,12 @@ class SimpleQueue:
         self._items.append(item)
         self._changed.notify_all()
 
+    def empty(self) -> bool:
+        return not self._items
+
+    def get_nowait(self) -> Any:
+        return self._items.pop(0)
+
     def get(self, timeout: float | None = None) -> Any:
         if not self._changed.wait_for(lambda: self._items, timeout):
             raise queue.Empty

@@ -165,9 +165,9 @@ class SimulatedConnection:
 class NodeConnection(SimulatedConnection):
     """An agent's end of a connection."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, server: VirtualServer) -> None:
         self._machine = machine
-        super().__init__(NodesServer.here, machine.name, "10.0.0.1")
+        super().__init__(server, machine.name, "10.0.0.1")
         machine.connections.append(self)
 
     def _heard(self, message: Message | None) -> None:
@@ -195,7 +195,7 @@ def connect(where: tuple[str, int], credentials: Credentials, *, timeout_s: floa
         raise TimeoutError(where)
     if NodesServer.here._closed:
         raise ConnectionRefusedError(where)
-    return NodeConnection(machine)
+    return NodeConnection(machine, NodesServer.here)
 
 
 # ---- a machine's processes ------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Machine:
         for connection in self.connections:
             connection.link.connected = False
             connection.link.error = TimeoutError()
-            self.simulation.after(CUT_LIMIT_S, lambda link=connection.link: NodesServer.here.drop(link))
+            self.simulation.after(CUT_LIMIT_S, connection.link.close)
         self.connections = []
         for agent in self.agents:
             agent.end_workers(unseen_s=CUT_LIMIT_S)
@@ -358,6 +358,8 @@ class SimulatedAgent:
         match message:
             case Start(number):
                 self.world.ordered(self, message)
+                if self._finished and self._status is None and not self.link.gone:  # the next leader goes on
+                    self._ending = self._finished = False
                 if self._ending:
                     self.link.send(Exited(number, 143, "the job was ending already"))
                     return
@@ -381,7 +383,8 @@ class SimulatedAgent:
         self._asked.remove(number)
         world = detect_world({**order.env, "HORA_SECRET_FILE": "/nowhere"})
         assert world.worker == number
-        spec = SimpleNamespace(worker=number, env=order.env, slot=SimpleNamespace(hostname=self.machine.name))
+        slot = SimpleNamespace(hostname=self.machine.name)
+        spec = SimpleNamespace(worker=number, env=order.env, slot=slot, private_files=order.private_files)
         self.workers[number] = self.world.begin(spec, lambda code: self._ended(number, code))
         self.link.send(Started(number, 1))
 

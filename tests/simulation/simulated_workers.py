@@ -191,7 +191,7 @@ class Worker:
             self._simulation.after(self._returning_until - self._simulation.now, self._give_up_if_not_back)
 
     def _give_up_if_not_back(self) -> None:
-        if self._returning_until and not self.dead and not self._cut_off:
+        if 0.0 < self._returning_until <= self._simulation.now and not self.dead and not self._cut_off:
             self._give_up()
 
     def _back(self, header: dict[str, Any]) -> None:

@@ -74,6 +74,7 @@ class Leader:
     """Implements `Launcher`, and the methods of `Leadership`, its agents and its launcher that a controller calls."""
 
     bind_address = advertised_address = "10.0.0.1"
+    leaderless_s = 0.0
 
     def __init__(self, run: Run, term: int) -> None:
         self._run, self._keepers, self.term = run, run.keepers, term

@@ -82,6 +82,7 @@ def test_a_client_that_says_goodbye_is_gone_at_once_and_cannot_return(echo):
     assert echo.gone.wait(LIMIT_S)
     again = echo.reach(LIMIT_S)
     again.send({"session": client._name, "received": 1})
+    assert again.receive(limit_s=LIMIT_S)[0] == {"ended": client._name}
     with pytest.raises(EOFError):
         again.receive(limit_s=LIMIT_S)
     again.close()

@@ -216,6 +216,7 @@ class Job:
     watching: Watching | None = None
     secret: bytes | None = field(default=None, repr=False)  # of a job that has one already
     id: str = ""  # the same
+    port: int = 0  # of the rendezvous; 0: any
     # More variables for the ranks on a host, by host name
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
     lease: HostLease | None = field(default=None, repr=False)  # of hosts that another process may take back
@@ -262,8 +263,11 @@ class JobResult:
         return [cloudpickle.loads(value) for value in self.results if value is not None]
 
 
-class LeadershipLostError(Exception):
+class LeadershipLostError(RuntimeError):
     """This process no longer leads the job. Its workers keep running."""
+
+    def __init__(self) -> None:
+        super().__init__("another process leads this job now; its ranks go on")
 
 
 def exit_status(error: BaseException) -> int:

@@ -190,6 +190,10 @@ class Options:
         help="address of node 0, where the nodes meet (default port: 29500)")
     secret_file: str | None = _option("--secret-file", kind=str, section="nodes", metavar="FILE",
         launch_variable="HORA_SECRET_FILE", help="file with the secret of all nodes, readable by you alone")
+    run_id: str | None = _option("--run-id", kind=str, section="nodes", metavar="ID",
+        help="elastic: name of this run; node 0's command, typed again, leads on where the last one died")
+    leader_timeout: int | None = _option("--leader-timeout", section="nodes", low=1, default=300, metavar="SECONDS",
+        help="with --run-id: how long nodes and ranks wait for node 0's command")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
     silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=SILENCE_S,

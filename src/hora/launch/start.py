@@ -10,13 +10,14 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.controller.loop import run_job
+from hora.launch.controller.loop import Leadership, run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
@@ -31,7 +32,8 @@ from hora.platforms import lsf, slurm
 if TYPE_CHECKING:
     from hora.launch.controller.agents import Agents
     from hora.launch.controller.hosts import DiscoveryScript, ElasticSpec  # jobs of a fixed size start faster without
-    from hora.launch.ha.leadership import Leadership
+    from hora.launch.controller.succession import Succession
+    from hora.launch.ha.leadership import Leadership as StoredLeadership
 
 _log = logging.getLogger("hora.launch")
 
@@ -45,7 +47,7 @@ def start(
     adjust: Callable[[Job], Job] = lambda job: job,
     provider: Provider | None = None,
     listen: str | None = None,
-    leadership: Leadership | None = None,
+    leadership: StoredLeadership | None = None,
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end. `adjust` may change the job.
 
@@ -58,7 +60,13 @@ def start(
         _log.warning("%s", sentence)
     with contextlib.ExitStack() as stack:
         script = _discovery(options)
-        if provider is None:
+        agents: Agents | None
+        succession = _succession(options)
+        if succession is not None:
+            from hora.launch.providers.join import serve_run
+
+            agents, provider = serve_run(options, environ, succession)
+        elif provider is None:
             provider, agents = _choose(options, environ, script, leadership)
         else:
             agents = _serve(provider, options, listen or "127.0.0.1")
@@ -76,13 +84,31 @@ def start(
         launcher = HostLauncher() if agents is None else HostLauncher(agents=agents, listen=agents.address)
         if elastic is None:
             return run_job(job, launcher)
-        if leadership is not None:
+        leads: Leadership | None = succession or leadership
+        if leads is not None:
             assert agents is not None
-            leadership.agents, leadership.launcher = agents, launcher
-            job = replace(job, id=leadership.run)
-        result = run_job(job, launcher, elastic, leadership)
+            leads.agents, leads.launcher = agents, launcher
+            # Ranks must find the rendezvous of the next leader, too; a store tells their node where it is.
+            job = replace(job, id=leads.run, port=0 if succession is None else agents.port + 1)
+        result = run_job(job, launcher, elastic, leads)
         values = [value for value in result.results if value is not None]
         return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
+
+
+def _succession(options: Options) -> Succession | None:
+    """Return this process's time as the leader of the run that `--run-id` names. ValueError: it cannot be led on."""
+    if options.run_id is None:
+        return None
+    if not (options.joins and options.elastic):
+        raise ValueError(
+            "--run-id: a launcher can be started again only for an elastic job of nodes that join; add --join (or "
+            "--nnodes) and --min-np, or leave --run-id out"
+        )
+    if not re.fullmatch(r"[\w.-]{1,64}", options.run_id, re.ASCII):
+        raise ValueError(f"--run-id takes up to 64 letters, digits, dots, dashes or underscores: {options.run_id!r}")
+    from hora.launch.controller.succession import Succession
+
+    return Succession(options.run_id, float(options.effective("leader_timeout")))
 
 
 def _discovery(options: Options) -> DiscoveryScript | None:
@@ -94,7 +120,7 @@ def _discovery(options: Options) -> DiscoveryScript | None:
 
 
 def _choose(
-    options: Options, environ: Mapping[str, str], script: DiscoveryScript | None, leadership: Leadership | None
+    options: Options, environ: Mapping[str, str], script: DiscoveryScript | None, leadership: StoredLeadership | None
 ) -> tuple[Provider, Agents | None]:
     """Return the provider that options and environment ask for, and its agents; None: all ranks are on this machine.
 

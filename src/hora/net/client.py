@@ -119,7 +119,14 @@ class ControlClient:
         proof = credentials or Credentials(read_held_secret(endpoint.secret_file), endpoint.job, endpoint.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            client = cls(cls._open(endpoint, proof, left_s), endpoint, name)
+            try:
+                client = cls(cls._open(endpoint, proof, left_s), endpoint, name)
+            except ConnectionError as error:
+                left_s = deadline - time.monotonic()
+                if not endpoint.leaderless_s or left_s <= 0 or not isinstance(error.__cause__, ConnectionRefusedError):
+                    raise
+                time.sleep(RECONNECT_PAUSE_S)  # the launcher may be started again
+                continue
             try:
                 client._hello = requests.Hello(name, worker)
                 client._request(client._hello, limit_s=left_s)
@@ -334,7 +341,8 @@ class ControlClient:
 
     def _come_back(self) -> bool:
         """Reconnect and resend unanswered requests; no thread sends anything meanwhile."""
-        deadline = time.monotonic() + self._endpoint.return_s
+        leaderless_s = self._endpoint.leaderless_s
+        deadline = time.monotonic() + max(self._endpoint.return_s, leaderless_s)
         with self._send_lock:
             self._connection.close()
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
@@ -352,7 +360,7 @@ class ControlClient:
                 except AuthenticationError:
                     return False
                 except (OSError, EOFError) as error:
-                    if isinstance(error.__cause__, ConnectionRefusedError):
+                    if isinstance(error.__cause__, ConnectionRefusedError) and not leaderless_s:
                         return False  # the launcher is gone
                     self._connection.close()
                     time.sleep(RECONNECT_PAUSE_S)

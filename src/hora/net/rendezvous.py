@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -61,7 +61,18 @@ class RendezvousEvents:
 class Rendezvous(KeyValueStore):
     """The controller sets values, publishes worlds, reports exits. Workers ignore leaders of an earlier `term`."""
 
-    def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
+    def __init__(
+        self,
+        bind_address: str,
+        *,
+        secret: bytes,
+        job: str,
+        events: RendezvousEvents,
+        term: int = 0,
+        port: int = 0,
+        key_of: Callable[[int], bytes] | None = None,
+    ) -> None:
+        """`key_of`: the key of a worker, unless it is the one derived from the secret and its number."""
         self._events = events
         self._stamp: Header = {"term": term} if term else {}
         self._secret = secret
@@ -74,9 +85,10 @@ class Rendezvous(KeyValueStore):
         self._reporting: dict[int, Peer] = {}  # worker -> the connection of its telemetry
 
         def credentials(worker: int) -> Credentials:
-            return Credentials(worker_key(secret, worker), job, worker)
+            key = worker_key(secret, worker) if key_of is None else key_of(worker)
+            return Credentials(key, job, worker)
 
-        super().__init__((bind_address, 0), credentials, name="hora-rendezvous")
+        super().__init__((bind_address, port), credentials, name="hora-rendezvous")
 
     def notify(self, notice: Header) -> None:
         """Push a notice to every connected worker; each answers a `ping`, see `heard_at`."""

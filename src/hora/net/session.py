@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -25,6 +26,9 @@ from collections.abc import Callable
 from hora.errors import AuthenticationError
 from hora.net.server import Handler, Peer, Server
 from hora.net.wire import RECONNECT_PAUSE_S, Connection, Header
+
+# What `receive` raises, or the reading of what it returns: the other end is gone, or sends what is no message.
+MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)
 
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # acknowledge after this much
 # A closed connection means that the process has died, unless there is a proxy in between; a reset one usually does. A
@@ -248,6 +252,8 @@ class Sessions:
         elif session is None and received == 0:
             self._sessions[name] = self._of[peer] = SessionPeer(self, name, peer)
         else:
+            if session is None:
+                peer.send({"ended": name})  # its client does not try any longer
             raise ValueError("a session that has ended")
 
     def closed(self, peer: Peer) -> None:

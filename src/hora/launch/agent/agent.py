@@ -534,6 +534,14 @@ class Agent:
             send_to_all(processes.descendants(os.getpid()), signal.SIGKILL)
 
 
+def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str) -> Start:
+    """Adapt an order to this node: the rendezvous address for its workers, and this node's Python."""
+    program, *arguments = order.argv
+    return order._replace(
+        argv=[sys.executable if program == controllers_python else program, *arguments], env=order.env | meeting
+    )
+
+
 def _private_file(data: str, held: contextlib.ExitStack) -> str:
     """Return a path under which a worker can read this data (in hexadecimal) during its life; it is never on a disk."""
     descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hora.net.messages import Pong
 
-VERSION = 4
+VERSION = 5
 
 
 class Join(NamedTuple):
@@ -26,6 +26,9 @@ class Join(NamedTuple):
     workers: list[int]  # those that run here, of a job that has lost its leader
     gpus: list[str]
     run: str = ""  # of that job
+    term: int = 0  # from here on: what that leader asked the agent to `Remember` last
+    saved: int = 0
+    memory: str = ""
     protocol: int = VERSION
 
 
@@ -40,12 +43,14 @@ class Welcome(NamedTuple):
     elastic: bool = False
     term: int = 0
     meeting: int = 0  # the port of the rendezvous
+    leaderless_s: float = 0.0  # how long an agent keeps its workers without a leader; 0: it ends with its leader
 
 
 class Refused(NamedTuple):
-    """The node may not join."""
+    """The node may not join. `forget`: not with its workers, which another leader has replaced, but without them."""
 
     why: str
+    forget: bool = False
 
 
 class Start(NamedTuple):
@@ -77,6 +82,14 @@ class Quit(NamedTuple):
     """The job is over: the agent ends with this exit status."""
 
     status: int
+
+
+class Remember(NamedTuple):
+    """The state that the next leader needs, should this one die. `saved`: counts what a leader of this `term` saves."""
+
+    term: int
+    saved: int
+    memory: str
 
 
 class MeetAt(NamedTuple):
@@ -118,6 +131,13 @@ class Exited(NamedTuple):
     reason: str = ""  # why it never ran, if so
 
 
+class Remembered(NamedTuple):
+    """The agent has this state, and loses it only with its workers."""
+
+    term: int
+    saved: int
+
+
 class Leaving(NamedTuple):
     """The agent received SIGTERM: its workers are to commit and leave."""
 
@@ -126,7 +146,7 @@ class Finished(NamedTuple):
     """No process is left on the node. The agent waits for `Quit`."""
 
 
-Order = Welcome | Refused | Start | Terminate | Finish | Quit | MeetAt | Taken | Ping  # of a controller
-Report = Join | Pong | Started | Output | Exited | Leaving | Finished  # of an agent
+Order = Welcome | Refused | Start | Terminate | Finish | Quit | MeetAt | Remember | Taken | Ping  # of a controller
+Report = Join | Pong | Started | Output | Exited | Remembered | Leaving | Finished  # of an agent
 Message = Order | Report
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}

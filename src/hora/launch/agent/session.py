@@ -10,24 +10,27 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agent import Agent, ThreadedLink, guarded
+from hora.launch.agent.agent import Agent, ThreadedLink, guarded, on_this_node
 from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Welcome
-from hora.launch.limits import CONNECT_S, THREAD_END_S
+from hora.launch.limits import CONNECT_S, GRACE_S, THREAD_END_S
 from hora.net.messages import pack, unpack
-from hora.net.session import ClientSession
-from hora.net.wire import Connection, Credentials, connect
+from hora.net.session import MALFORMED, ClientSession
+from hora.net.wire import Connection, Credentials, connect, derived_secret
 from hora.platforms.node import Node
 from hora.version import version
 
+if TYPE_CHECKING:
+    from hora.launch.agent.leaders import LeaderLink
+
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
-MALFORMED = (EOFError, OSError, AuthenticationError, ValueError, struct.error)
+_held: list[socket.socket] = []  # for the life of this process: its name says that the agent lives
 
 
 class SessionLink(ThreadedLink):
@@ -53,21 +56,20 @@ class SessionLink(ThreadedLink):
                 yield on_this_node(message, meeting, self._executable) if isinstance(message, Start) else message
 
 
-def on_this_node(order: Start, meeting: dict[str, str], controllers_python: str) -> Start:
-    """Adapt an order to this node: the rendezvous address for its workers, and this node's Python."""
-    program, *arguments = order.argv
-    return order._replace(
-        argv=[sys.executable if program == controllers_python else program, *arguments], env=order.env | meeting
-    )
-
-
 def serve(place: Node, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
     """Run the agent of this node until the job is over; return the job's exit status.
 
     Raises TimeoutError if no controller answers in time, RuntimeError if it refuses or is lost. `listening`: the
     controller is already listening.
     """
-    link = SessionLink(*join(place, credentials, limit_s=limit_s, listening=listening))
+    session, welcome = join(place, credentials, limit_s=limit_s, listening=listening)
+    link: SessionLink | LeaderLink
+    if welcome.leaderless_s:
+        from hora.launch.agent.leaders import LeaderLink  # lazy: most agents have one leader
+
+        link = LeaderLink(place, credentials, session, welcome)
+    else:
+        link = SessionLink(session, welcome)
     status = Agent(link).run()
     if status is None:
         raise RuntimeError(f"the first node, {link.controller}, is gone; the workers here have been ended")
@@ -130,6 +132,21 @@ def _introduce(session: ClientSession, place: Node) -> Welcome:
     return answer
 
 
+def _only_agent(key: bytes, run: str, node: int) -> bool:
+    """Return whether no other agent of this node of the run lives on this machine. One that ends has some seconds."""
+    name = derived_secret(key, f"hora agent of {run} at {node}").hex()
+    _held.append(socket.socket(socket.AF_UNIX))
+    deadline = time.monotonic() + 2 * GRACE_S
+    while True:
+        try:
+            _held[0].bind(f"\0hora-agent-{name}")
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_S)
+
+
 def main() -> int:
     """`python -m hora.launch.agent.session`: the invitation, a line of JSON on standard input, says where to go."""
     invitation = sys.stdin.readline()
@@ -140,10 +157,13 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    guarded()
     given = json.loads(invitation)
     (host, port), number, name = given["where"], given["speaker"], given["name"]
-    place = Node(num_nodes=number + 1, index=number, host=host, port=port, slots=given["slots"], name=name)
+    index = given.get("node", number)
+    if "run" in given and not _only_agent(bytes.fromhex(given["key"]), given["run"], index):
+        return 0
+    guarded()
+    place = Node(num_nodes=index + 1, index=index, host=host, port=port, slots=given["slots"], name=name)
     try:
         credentials = Credentials(bytes.fromhex(given["key"]), "nodes", number)
         serve(place, credentials, limit_s=given["limit_s"], listening=True)

@@ -14,9 +14,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.protocol import MESSAGES, VERSION, Join, Leaving, MeetAt, Quit, Refused, Welcome
+from hora.launch.agent.protocol import (
+    MESSAGES,
+    VERSION,
+    Join,
+    Leaving,
+    MeetAt,
+    Quit,
+    Refused,
+    Remember,
+    Remembered,
+    Welcome,
+)
 from hora.launch.controller.launcher import BEATS, AgentHandle
 from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.limits import CUT_S, END_S, STARTER_END_S
@@ -38,6 +50,19 @@ def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
     return Credentials(derived_secret(secret, purpose), "nodes", speaker)
 
 
+class RestartedLeaders(Protocol):
+    """A run whose leader may be started again (`succession.Succession`). `memory`: what all agents must remember."""
+
+    agents: Agents
+    leaderless_s: float
+
+    @property
+    def memory(self) -> Remember | None: ...
+
+    def objection(self, joining: Join) -> tuple[str, bool]:
+        """Return why an agent may not join, or "", and whether it may without its workers."""
+
+
 class Agents:
     """Accepts agents at `where` (port 0: any) until closed, and has the `provider` start them.
 
@@ -49,7 +74,7 @@ class Agents:
     `silence_limit_s`: a node ends its workers if the controller is silent this long. `elastic`: an agent that is asked
     to end lets its ranks commit and leave first. `return_s`: how long a disconnected agent may take to reconnect.
     `start_limit_s`: how long one may take to join. `nonce`, `term` and `names`: of a job whose leader can change, with
-    the names of all nodes that ever joined.
+    the names of all nodes that ever joined. `succession`: of a run whose leader may be started again.
     """
 
     def __init__(
@@ -69,10 +94,17 @@ class Agents:
         nonce: str = "",
         term: int = 0,
         names: Iterable[str] = (),
+        succession: RestartedLeaders | None = None,
     ) -> None:
         self.nonce = nonce or new_secret().hex()
         # But for its name, and the port of the rendezvous.
-        self._welcome = Welcome("", self.nonce, sys.executable, silence_limit_s, return_s, elastic, term)
+        leaderless_s = 0.0 if succession is None else succession.leaderless_s
+        self._welcome = Welcome(
+            "", self.nonce, sys.executable, silence_limit_s, return_s, elastic, term, leaderless_s=leaderless_s
+        )
+        self._succession = succession
+        if succession is not None:
+            succession.agents = self
         self._secret, self.job_secret = secret, derived_secret(secret, f"hora job {self.nonce}")
         self._provider, self._start_limit_s, self.nodes = provider, start_limit_s, nodes
         self._num_nodes, self._own = num_nodes, own
@@ -135,23 +167,25 @@ class Agents:
         """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names the missing ones."""
         deadline = time.monotonic() + limit_s
         with self._changed:
-            while not self._enough(num_slots):
+            while not self.enough(num_slots):
                 if self._refused:
                     raise RuntimeError(self._refused)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise StartTimeoutError(self._who_is_missing(limit_s))
+                    raise self.too_few(limit_s)
                 self._changed.wait(min(left_s, 1.0))
 
-    def _enough(self, num_slots: int | None) -> bool:
+    def enough(self, num_slots: int | None) -> bool:
+        """Return whether all nodes have joined, or enough for `num_slots`."""
         if num_slots is not None:
             return sum(host.slots for host in self.hosts()) >= num_slots
         return len(self._nodes) >= self._num_nodes
 
-    def _who_is_missing(self, limit_s: float) -> str:
+    def too_few(self, limit_s: float) -> StartTimeoutError:
+        """Return the error that says which nodes have not joined in time."""
         wanted = range(self._first_index, self._first_index + self._num_nodes)
         missing = ", ".join(str(index) for index in wanted if index not in self._nodes)
-        return (
+        return StartTimeoutError(
             f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the "
             f"same command there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
         )
@@ -160,6 +194,42 @@ class Agents:
         """Wait until these nodes have joined; nodes that miss the time limit count as lost."""
         with self._changed:
             self._changed.wait_for(lambda: {node.name for node in self._nodes.values()} >= set(names), limit_s)
+
+    @property
+    def changed(self) -> threading.Condition:
+        """The lock of the nodes; it is notified when one joins, is gone, or remembers something."""
+        return self._changed
+
+    def joined(self) -> list[AgentHandle]:
+        """Return the agents that have joined and are not gone."""
+        return self._all()
+
+    def wait_until(self, happened: Callable[[], bool], limit_s: float | None) -> None:
+        """Wait until this holds, which is looked at after every message of an agent that matters."""
+        with self._changed:
+            self._changed.wait_for(happened, limit_s)
+
+    def notice(self) -> None:
+        """Have all waiters look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def expel(self, node: AgentHandle, why: str) -> None:
+        """Have an agent end its workers and join again without them."""
+        node.send(Refused(why, forget=True))
+        with self._changed:
+            self._nodes = {index: one for index, one in self._nodes.items() if one is not node}
+        node.kill()
+
+    def rename_newcomers(self, taken: Collection[str]) -> None:
+        """Give nodes that have joined without workers names that no other node of the run has had."""
+        with self._changed:
+            self._names |= set(taken)
+            for index, node in self._nodes.items():
+                if node.name in taken and not (node.joining and node.joining.run):
+                    node.name = self._new_name(node.name, index)
+                    self._names.add(node.name)
+                    node.send(self._welcome._replace(name=node.name))
 
     def workers_at(self, hostname: str) -> Collection[int]:
         """Return the workers of a node, including those that have ended."""
@@ -322,7 +392,11 @@ class Agents:
         except (ValueError, RecursionError) as error:
             node.blame(error)
             return
-        if isinstance(message, Leaving):
+        if isinstance(message, Remembered):
+            with self._changed:
+                node.remembered = max(node.remembered, (message.term, message.saved))
+                self._changed.notify_all()
+        elif isinstance(message, Leaving):
             node.leaving = True
             self._tell()
         else:
@@ -330,14 +404,17 @@ class Agents:
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
         index, name = joining.node, joining.name[:_MAX_NAME_CHARS]
-        problem = self._misplaced(peer, index, joining.slots)
+        problem, forget = self._misplaced(peer, index, joining.slots), False
         if (joining.version, joining.protocol) != (version(), VERSION):
             problem = self._other_version(joining.version)
-        if problem:
-            # A node that the provider starts says why itself.
-            self._refuse(peer, index, name, problem, is_fatal=peer.speaker == ANYBODY and not joining.run)
-            return
         with self._changed:
+            if self._succession is not None and not problem:
+                problem, forget = self._succession.objection(joining)
+            if problem:
+                # A node that the provider starts says why itself.
+                is_fatal = peer.speaker == ANYBODY and not joining.run
+                self._refuse(peer, index, name, problem, is_fatal=is_fatal, forget=forget)
+                return
             node = self._nodes[index] = self._admitted(index, name, joining)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
@@ -345,13 +422,17 @@ class Agents:
         peer.send(*pack(welcome))
         with self._changed:
             node.join(peer)
+            if self._succession is not None and self._succession.memory is not None:
+                node.send(self._succession.memory)
             self._changed.notify_all()
         self._tell()
 
-    def _refuse(self, peer: SessionPeer, index: int, name: str, why: str, *, is_fatal: bool = True) -> None:
+    def _refuse(
+        self, peer: SessionPeer, index: int, name: str, why: str, *, is_fatal: bool = True, forget: bool = False
+    ) -> None:
         if is_fatal:
             self._refused = self._refused or f"node {index} ({name[:_MAX_NAME_CHARS]}, {peer.host}): {why}"
-        peer.send(*pack(Refused(why)))
+        peer.send(*pack(Refused(why, forget)))
         with self._changed:
             self._changed.notify_all()
 
@@ -361,7 +442,9 @@ class Agents:
         known = joining.run == self.nonce
         name = name if known else self._new_name(name, index)
         self._names.add(name)
-        return AgentHandle(name, joining.slots, joining.workers if known else ())
+        node = AgentHandle(name, joining.slots, joining.workers if known else ())
+        node.joining = joining
+        return node
 
     def _new_name(self, name: str, index: int) -> str:
         """Return a unique host name: two nodes may share one, and that of a node that rejoins may be barred."""

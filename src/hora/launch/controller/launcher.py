@@ -94,6 +94,8 @@ class AgentHandle:
     def __init__(self, name: str, slots: int = 1, workers: Collection[int] = ()) -> None:
         self.name, self.slots, self.workers = name, slots, set(workers)
         self.leaving = False
+        self.joining: Join | None = None  # how it has introduced itself
+        self.remembered = (0, 0)  # the term and number of the newest state that it has (`succession`)
         self.complaints = Tail(_TAIL_BYTES)
         self.peer: SessionPeer | None = None
         self.failed = ""  # the message of a job whose provider could not start this agent

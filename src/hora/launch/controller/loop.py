@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol
 
 from hora.config import EngineConfig
 from hora.errors import JobFailedError, StartTimeoutError
@@ -50,7 +50,16 @@ from hora.launch.controller.policy import (
     provisional,
     silent_at_the_end,
 )
-from hora.launch.job import REPORTING, STOPPED, Job, JobResult, Launcher, LeadershipLostError, Observation, WorkerSpec
+from hora.launch.job import (
+    REPORTING,
+    STOPPED,
+    Job,
+    JobResult,
+    Launcher,
+    LeadershipLostError,
+    Observation,
+    WorkerSpec,
+)
 from hora.launch.limits import KILLED_S
 from hora.launch.preload import modules_to_preload
 from hora.launch.processes import ended_by_signals, module_command
@@ -59,13 +68,14 @@ from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.rendezvous import Rendezvous
 from hora.net.requests import Raised
 from hora.net.sockets import is_local
-from hora.net.wire import new_secret, worker_key
+from hora.net.wire import derived_secret, new_secret, worker_key
 from hora.platforms.horovod import variables_of
 from hora.world import RendezvousEndpoint, World
 
 if TYPE_CHECKING:
+    from hora.launch.controller.agents import Agents
     from hora.launch.controller.hosts import ElasticSpec, Hosts  # jobs that never change size start faster without
-    from hora.launch.ha.leadership import Leadership
+    from hora.launch.controller.launcher import HostLauncher
 
 _TAIL_LINES = 30
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
@@ -78,6 +88,30 @@ _LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.sta
 _ENDED = 128 + signal.SIGTERM
 
 P = ParamSpec("P")
+
+
+class Leadership(Protocol):
+    """A process's time as the leader of a job that may have others. `term`: greater than those of earlier leaders.
+
+    `run`: the job's id; `state`: what the leader before has saved, None for the first one. `leaderless_s`: how long
+    workers wait for a leader at the same address. `agents`, `launcher`: of this leader.
+    """
+
+    agents: Agents
+    launcher: HostLauncher
+    term: int
+    run: str
+    state: dict[str, Any] | None
+    leaderless_s: float
+
+    def check(self) -> None:
+        """Raise LeadershipLostError if this process no longer leads."""
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost`, from any thread, when this process no longer leads."""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Return once the next leader will know this state. Raises LeadershipLostError."""
 
 
 def signal_text(code: int) -> str:
@@ -194,7 +228,8 @@ class _Controller(Observation):
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, Raised] = {}
         now = time.monotonic()
-        self._facts = Facts(begun_at=now, short_since=now)
+        term = 0 if leadership is None else leadership.term
+        self._facts = Facts(begun_at=now, short_since=now, term=term)
         self._workers = self._facts.workers
         self._last_notice = 0
         self._ping_at = 0.0
@@ -208,10 +243,21 @@ class _Controller(Observation):
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
         self._policy = self._choose_policy(elastic)
         self._id, self._secret = job.id or secrets.token_hex(8), job.secret or new_secret()
-        term = 0 if leadership is None else leadership.term
-        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self, term=term)
+        self.rendezvous = Rendezvous(
+            launcher.bind_address,
+            secret=self._secret,
+            job=self._id,
+            events=self,
+            term=term,
+            port=job.port,
+            key_of=self._key_of,
+        )
         self._endpoint = RendezvousEndpoint(
-            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
+            kind="hora",
+            address=launcher.advertised_address,
+            port=self.rendezvous.port,
+            job=self._id,
+            leaderless_s=0.0 if leadership is None else leadership.leaderless_s,
         )
         self._argv = self._lay_out()
 
@@ -227,6 +273,11 @@ class _Controller(Observation):
 
         self._hosts = Hosts(spec)
         return ElasticPolicy(spec.limits_for(self._job.env), needs_results=needs_results)
+
+    def _key_of(self, number: int) -> bytes:
+        """Return a worker's key. Leaders that do not know of each other may give one number to two workers."""
+        term = self._workers[number].term if 0 <= number < len(self._workers) else 0
+        return worker_key(derived_secret(self._secret, f"term {term}") if term else self._secret, number)
 
     def _lay_out(self) -> tuple[str, ...]:
         """Publish what the workers will fetch and return their argv."""
@@ -312,6 +363,7 @@ class _Controller(Observation):
             self._facts.restore(state, now)
             self._last_notice = int(state["last_notice"])
             self._places = assign([self._workers[number] for number in state["ranks"]])
+            self._save(now)
             self._tell_worlds()
             self._adopt(leadership)
             self._log(f"this process leads the job now (term {leadership.term}), generation {self._facts.generation}")
@@ -320,13 +372,16 @@ class _Controller(Observation):
     def _adopt(self, leadership: Leadership) -> None:
         alive: dict[str, list[int]] = {}
         for worker in self._workers:
+            there = alive.setdefault(worker.host, [])
             if worker.alive:
-                alive.setdefault(worker.host, []).append(worker.number)
+                there.append(worker.number)
             else:
                 self.rendezvous.reject(worker.number)
         never_started = leadership.launcher.adopt(alive, self)
         if never_started:  # the previous leader died between its decision and the order
             self._start(never_started)
+        # The previous leader may have died before it ended them.
+        leadership.launcher.terminate([w.number for w in self._workers if not w.alive], grace_s=self._job.grace_s)
 
     # ---- facts --------------------------------------------------------------------------------------------
 
@@ -534,7 +589,7 @@ class _Controller(Observation):
                 argv=self._argv,
                 env=env,
                 cwd=job.cwd,
-                private_files={"HORA_SECRET_FILE": worker_key(self._secret, number)},
+                private_files={"HORA_SECRET_FILE": self._key_of(number)},
                 preload=self._preload,
             )
             specs.append(spec)

@@ -74,6 +74,7 @@ class Worker:
     written_off: bool = False  # it failed, and the job goes on without it
     lost_at: float | None = None  # when its connection ended without a goodbye
     silent_since: float | None = None  # since when it does not answer; None: it does
+    term: int = 0  # of the leader that has started it
 
     def needs_the_others(self, generation: int) -> bool:
         """Return whether this worker waits for the working members of its generation, or is dead and stops them."""
@@ -138,6 +139,7 @@ class Facts:
     num_resets: int = 0
     notified: bool = False  # the workers were told to stop at the next commit
     short_since: float = 0.0  # since when there are too few workers
+    term: int = 0  # of the leader of a job that may have others
 
     @property
     def usable(self) -> list[HostSlot]:
@@ -158,7 +160,7 @@ class Facts:
     def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
         """Add a worker; return its number."""
         number = len(self.workers)
-        self.workers.append(Worker(number=number, host=host, slot=slot, state=state, since=now))
+        self.workers.append(Worker(number=number, host=host, slot=slot, state=state, since=now, term=self.term))
         return number
 
     def begin(self, members: Collection[int], now: float) -> None:
@@ -178,7 +180,10 @@ class Facts:
     def saved(self) -> dict[str, Any]:
         """Return what the next leader must know."""
         workers = [
-            [w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off]
+            [
+                *(w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off),
+                w.term,
+            ]
             for w in self.workers
         ]
         return {"generation": self.generation, "num_resets": self.num_resets, "workers": workers}
@@ -187,8 +192,9 @@ class Facts:
         """Take over the previous leader's workers: those that were connected count as lost until they reconnect."""
         self.generation, self.num_resets = int(saved["generation"]), int(saved["num_resets"])
         self.begun_at = self.short_since = now
-        for number, host, slot, state, generation, first, joined, written_off in saved["workers"]:
-            worker = Worker(number=number, host=host, slot=slot, state=WorkerState[state], since=now, started=True)
+        for number, host, slot, name, generation, first, joined, written_off, term in saved["workers"]:
+            state = WorkerState[name]
+            worker = Worker(number=number, host=host, slot=slot, state=state, since=now, started=True, term=term)
             worker.generation, worker.first_generation = generation, first
             worker.joined, worker.written_off, worker.exited = joined, written_off, not worker.alive
             worker.lost_at = now if worker.alive and joined else None

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agent import Agent, ControllerLink, guarded
+from hora.launch.agent.agent import Agent, ControllerLink, guarded, on_this_node
 from hora.launch.agent.protocol import (
     MESSAGES,
     Exited,
@@ -44,7 +44,6 @@ from hora.launch.agent.protocol import (
     Terminate,
     Welcome,
 )
-from hora.launch.agent.session import MALFORMED, on_this_node
 from hora.launch.controller.agents import credentials
 from hora.launch.environment import variables
 from hora.launch.ha.leadership import open_store, own_address
@@ -54,7 +53,7 @@ from hora.net import sockets
 from hora.net.acceptor import TaskServer
 from hora.net.keys import own_processes
 from hora.net.messages import pack, unpack
-from hora.net.session import ClientSession
+from hora.net.session import MALFORMED, ClientSession
 from hora.net.wire import Connection, connect
 from hora.version import version
 

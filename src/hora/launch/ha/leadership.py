@@ -88,6 +88,7 @@ class Leadership:
 
     agents: Agents
     launcher: HostLauncher
+    leaderless_s = 0.0  # the workers' relay waits
 
     def __init__(self, store: JobStore, leader: LeaderTerm, *, since_s: float) -> None:
         self.store, self.term = store, leader.term

@@ -6,19 +6,26 @@ reads the node's place from flags, or from the variables of the platform (`hora.
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
 from hora.launch.controller.agents import Agents, credentials
+from hora.launch.controller.succession import Succession
 from hora.launch.job import LeadershipLostError
 from hora.launch.options import Options
-from hora.launch.providers.base import Order, StartError
+from hora.launch.processes import module_command
+from hora.launch.providers.base import Commands, Order, StartError
 from hora.launch.slots import HostInfo
 from hora.net import sockets
 from hora.net.keys import read_secret_file
+from hora.net.wire import Credentials
 from hora.platforms.detect import detect_node
 from hora.platforms.node import DEFAULT_PORT, Node
 
@@ -90,6 +97,53 @@ class JoiningNodes:
     def ended(self, host: str, why: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class RestartedNodes:
+    """Nodes of a run whose first node's command may be typed again. See `Provider`.
+
+    The first node has an agent as every other, in a process of its own: it outlives the leader's.
+    """
+
+    def __init__(self, agents: Agents, place: Node, key: Credentials, options: Options, leader: Succession) -> None:
+        self._agents, self._place, self._key, self._options, self._leader = agents, place, key, options, leader
+        self._commands = Commands()
+
+    def hosts(self) -> Sequence[HostInfo]:
+        """Return the nodes when the run can begin, or go on from what its agents remember."""
+        limit_s = float(self._options.effective("start_timeout"))
+        invitation = {
+            "where": (self._agents.address, self._agents.port),
+            "key": self._key.secret.hex(),
+            "speaker": self._key.speaker,
+            "name": self._place.name,
+            "node": self._place.index,
+            "run": self._leader.run,
+            "slots": self._place.slots or 1,
+            "limit_s": limit_s,
+        }
+        command = module_command(sys.executable, "hora.launch.agent.session")
+        order = Order(command, json.dumps(invitation).encode() + b"\n", limit_s)
+        run = partial(self._commands.run, self._place.name, command, order)
+        threading.Thread(target=run, name="hora-own-agent", daemon=True).start()
+        self._leader.gather(num_slots=self._options.num_proc, limit_s=limit_s, return_s=self._agents.return_s)
+        return self._agents.hosts()
+
+    def start(self, host: str, order: Order) -> None:
+        raise StartError("its platform starts it: it joins by itself")
+
+    def ended(self, host: str, why: str) -> None: ...
+
+    def close(self) -> None:
+        self._commands.close()
+
+
+def serve_run(options: Options, environ: Mapping[str, str], succession: Succession) -> tuple[Agents, RestartedNodes]:
+    """Listen for the nodes of a run whose leader may be started again. All of them join, this one too."""
+    place, secret, limits = find_place(options, environ), read_secret(options), options.silence_limits()
+    leading: dict[str, Any] = {"elastic": True, "nonce": succession.run, "succession": succession}
+    agents = Agents(_meeting_address(place), secret, num_nodes=place.num_nodes, **limits, **leading)
+    return agents, RestartedNodes(agents, place, credentials(secret), options, succession)
 
 
 def serve_nodes(
