@@ -48,7 +48,8 @@ def test_a_free_threaded_python_is_rejected_with_the_remedy(monkeypatch):
 def test_an_import_without_its_extra_names_the_extra(module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ModuleNotFoundError, match=rf"{module} needs {package}: .*pip install '\.\[tensorflow\]'"):
+    words = rf"{module} needs {package}: .*pip install 'hora-train\[tensorflow\]'"
+    with pytest.raises(ModuleNotFoundError, match=words):
         importlib.import_module(module)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from numbers import Integral
+
+import torch
 
 from hora.engine.request import ReduceOp
 
@@ -23,8 +26,8 @@ def reduce_op(op: object) -> int:
     Raises:
         ValueError: it is no reduce op, as a string or an operation of torch.distributed.
     """
-    if isinstance(op, Integral):  # not what can only be converted: torch.distributed numbers its operations otherwise
-        return int(op)
+    if isinstance(op, Integral | torch.Tensor):  # torch.distributed's can be converted, but are numbered otherwise
+        return operator.index(op)
     word = str(op).rpartition(".")[2].lower()
     meant = {"mean": "Average", "avg": "Average", "prod": "Product"}.get(word, word.capitalize())
     advice = f"write op=hvd.{meant}" if meant in __all__ else f"use one of {', '.join(f'hvd.{n}' for n in __all__)}"

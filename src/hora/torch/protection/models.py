@@ -97,7 +97,7 @@ class ProtectedModel:
         answers = iter((numbers, [len(bucket) for bucket in buckets]))
 
         def broadcast(tensors: Sequence[torch.Tensor], options: Any) -> Work:
-            tensors[0].copy_(torch.tensor(next(answers), dtype=tensors[0].dtype))
+            tensors[0].copy_(torch.tensor(next(answers), dtype=tensors[0].dtype, device=tensors[0].device))
             return DONE
 
         reducer: Any = self.model.reducer

@@ -1,4 +1,4 @@
-"""What a newcomer gets from a member between two steps: everything that its own start cannot know."""
+"""The state that a newcomer gets from a member between two steps: everything that its own start cannot know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a new world agree on: pure, from a report of each of them, so all come to the same result.
+"""The agreement of the ranks of a new world: pure, from a report of each of them, so all come to the same result.
 
 An allreduce gives a rank its result only if every rank has begun it. So of two survivors of a world, the one that is
 further has finished a few calls that the other has begun but not finished: those since the other's last wait. Their
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank tells the others when they meet."""
+    """A rank's message to the others when they meet."""
 
     worker: int  # its number in the job
     is_member: bool  # of the group; otherwise a newcomer
