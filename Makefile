@@ -9,12 +9,13 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions torch-venv test-torch-names test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; writes a figure, a model and a report"
 	@echo "make test     run the linters, the type checker and the tests"
 	@echo "make test-unit                  the tests that start no process: two minutes"
+	@echo "make test-torch-names             the private names of torch that Hora uses, in six versions of torch"
 	@echo "make test-versions TORCH=2.3.1  unit and multi-process tests on another torch"
 	@echo "make test-runtime NAME=oldest   notebook, estimators and collectives in an environment of runtimes/, for example databricks-15.4"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a separate virtual environment"
@@ -132,14 +133,24 @@ coverage: $(STAMP)
 
 # Another torch (and, with PYTHON, another Python) than the pinned one, in a virtual environment of its own.
 TORCH_VENV = .venv-torch-$(TORCH)
-test-versions:
-	@test -n "$(TORCH)" || { echo "say which torch: make test-versions TORCH=2.3.1"; exit 2; }
+test-versions: torch-venv
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -m "not slow and not spark" --reruns 1 -rfER tests/unit tests/multiproc
+
+torch-venv:
+	@test -n "$(TORCH)" || { echo "say which torch: make $(or $(filter test-versions,$(MAKECMDGOALS)),torch-venv) TORCH=2.3.1"; exit 2; }
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -v '^torch' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt torch
 	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
-	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -m "not slow and not spark" --reruns 1 -rfER tests/unit tests/multiproc
+
+# The private names of torch that Hora relies on, in every torch for which one of them matters. Each is an install of its own.
+TORCHS = 2.7.1 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0
+test-torch-names:
+	for version in $(TORCHS); do \
+		$(MAKE) torch-venv TORCH=$$version && \
+		.venv-torch-$$version/bin/python -m pytest -rs tests/unit/test_private_names.py || exit 1; \
+	done
 
 # An environment that users have, in a virtual environment of its own: the notebook, the estimators and the collectives.
 RUNTIMES = $(basename $(notdir $(wildcard runtimes/*.txt)))
