@@ -140,3 +140,19 @@ def test_programs_of_torch_distributed_run_under_torchrun_and_hora(launcher, nam
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) >= 4, out
     assert losses[-1] < losses[0] / 2, out
+
+
+def test_the_elastic_program_of_torch_distributed_runs_under_torchrun_too():
+    status, out, err = run_command("torchrun", "--nproc-per-node", "2", str(EXAMPLES / "ddp_elastic.py"))
+    assert status == 0, err
+    assert "epoch 4: loss" in out
+    assert "2 ranks" in out
+
+
+def test_the_elastic_program_of_torch_distributed_goes_on_without_a_rank():
+    arguments = (str(EXAMPLES / "ddp_elastic.py"), "--kill-rank", "1", "--at-step", "20")
+    status, out, err = run_command("hora", "run", "-np", "2", "--min-np", "1", "python", *arguments)
+    assert status == 0, err
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+), 1 ranks", out)]
+    assert len(losses) == 5, out
+    assert losses[-1] < losses[0] / 2, out

@@ -100,6 +100,7 @@ class _ProtectedLoop:
 
         group: Any = self._group
         group.shutdown = shutdown
+        self._group.comparisons.models.clear()  # they count the group's calls, of which a newcomer has made fewer
         for model in self._models:
             model.hook()
         self._guard.put_up()
