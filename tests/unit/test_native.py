@@ -69,15 +69,15 @@ def test_unsupported_operations_are_left_to_torch(op):
 
 def test_the_native_part_can_be_disabled(monkeypatch):
     monkeypatch.setenv("HORA_NATIVE", "0")
-    assert native._loaded.__wrapped__() == "HORA_NATIVE=0"
+    assert native.load.__wrapped__() == "HORA_NATIVE=0"
 
 
 def test_python_works_without_the_native_part_and_beside_an_invalid_one(monkeypatch, tmp_path):
     monkeypatch.delenv("HORA_NATIVE", raising=False)
     monkeypatch.setattr(native, "_PATH", tmp_path / "libhora.so")
-    assert "no C compiler" in native._loaded.__wrapped__()
+    assert "no C compiler" in native.load.__wrapped__()
     (tmp_path / "libhora.so").write_bytes(b"something else")
-    assert "libhora.so" in native._loaded.__wrapped__()
+    assert "libhora.so" in native.load.__wrapped__()
 
 
 @needs_it
@@ -86,7 +86,7 @@ def test_a_library_built_from_an_older_source_is_rejected(monkeypatch, tmp_path)
     for path in native._PATH.parent.glob("*.[chs]*"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(native, "_PATH", tmp_path / "libhora.so")
-    assert isinstance(native._loaded.__wrapped__(), native.Library)
+    assert isinstance(native.load.__wrapped__(), native.Library)
     with (tmp_path / "sums.h").open("a") as source:
         source.write("/* changed since the library was built */\n")
-    assert "built from another source" in native._loaded.__wrapped__()
+    assert "built from another source" in native.load.__wrapped__()

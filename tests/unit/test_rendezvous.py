@@ -48,7 +48,7 @@ def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[rende
     """Connect both ranks, the second one first."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(second, rank=1, local_rank=1), first]
-        waiting = [pool.submit(rendezvous._meet_at_rank_0, rank, limit_s) for rank in ranks]
+        waiting = [pool.submit(rendezvous.meet_at_rank_0, rank, limit_s) for rank in ranks]
         return [found.result() for found in reversed(waiting)]
 
 
@@ -60,8 +60,8 @@ def keys_of(meetings: list[rendezvous.RendezvousClient], epoch: str) -> list[Ran
 @pytest.fixture(autouse=True)
 def _no_table_is_left():
     yield
-    while rendezvous._stores:
-        rendezvous._stores.popitem()[1].close()
+    for point in list(rendezvous.stores):
+        rendezvous.close_store(point)
 
 
 def listening(port: int) -> set[str]:
@@ -82,7 +82,7 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
     first, second = keys_of(both, "0.0")
     assert first.shared == second.shared != keys_of(both, "0.1")[0].shared
     assert second.towards(0) == first.of(1)
-    rendezvous._stores.popitem()[1].close()
+    rendezvous.close_store(world.rendezvous)
     again = meet(world, world)
     assert keys_of(again, "0.0")[0].shared != first.shared, "one file, another job"
 
@@ -92,7 +92,7 @@ def test_the_loss_of_rank_0_is_an_error_on_the_others(world: World, secret: bool
     if not secret:
         world = replace(world, rendezvous=replace(world.rendezvous, secret_file=""))
     _, second = meet(world, world)
-    rendezvous._stores.popitem()[1].close()
+    rendezvous.close_store(world.rendezvous)
     with pytest.raises(HorovodInternalError, match="rank 0, which hosts the rendezvous, is gone"):
         second.gather("key", "", b"1", rank=1, size=2, limit_s=LIMIT_S)
 
@@ -105,7 +105,7 @@ def test_a_rank_with_another_secret_gets_an_error(world: World, tmp_path: Path):
 
 def test_a_missing_rank_0_is_named_with_the_variables(world: World):
     with pytest.raises(HorovodInternalError, match=r"cannot reach rank 0 at localhost:\d+ \(MASTER_ADDR, MASTER_PORT"):
-        rendezvous._meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
+        rendezvous.meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
 
 
 def test_without_a_secret_rank_0_warns_once_and_listens_only_at_the_rendezvous_address(
@@ -150,7 +150,7 @@ def test_a_port_that_nobody_chose_may_be_taken(world: World, occupant: str):
 
 def meets_as_another_process(monkeypatch: pytest.MonkeyPatch, rank: World, limit_s: float):
     monkeypatch.setattr(rendezvous, "_OURS", rendezvous._OURS + 1)
-    return rendezvous._meet_at_rank_0(rank, limit_s)
+    return rendezvous.meet_at_rank_0(rank, limit_s)
 
 
 def test_a_rank_without_its_own_rank_0_joins_nobody(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
@@ -160,9 +160,9 @@ def test_a_rank_without_its_own_rank_0_joins_nobody(world: World, port: int, mon
         meets_as_another_process(monkeypatch, late, 1.0)  # of the next program of the same step
     step = replace(world.rendezvous, job="another step")
     with pytest.raises(HorovodInternalError, match=f"{port}.*is the port no other job's"):
-        rendezvous._meet_at_rank_0(replace(late, rendezvous=step), 1.0)
+        rendezvous.meet_at_rank_0(replace(late, rendezvous=step), 1.0)
     with pytest.raises(HorovodInternalError, match=f"{port}.*another step: the server does not hold"):
-        rendezvous._meet_at_rank_0(replace(late, rendezvous=replace(step, more_ports=(1,))), 1.0)
+        rendezvous.meet_at_rank_0(replace(late, rendezvous=replace(step, more_ports=(1,))), 1.0)
 
 
 def test_the_next_program_of_a_step_meets_once_the_first_has_ended(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -172,8 +172,8 @@ def test_the_next_program_of_a_step_meets_once_the_first_has_ended(world: World,
         arrivals = partial(client.get, "arrivals of rank 1", timeout_s=LIMIT_S)
         before = arrivals()
         wait_until("the early rank has been there", lambda: arrivals() != before, LIMIT_S)
-        rendezvous._stores.popitem()[1].close()
-        ours = rendezvous._meet_at_rank_0(world, LIMIT_S)
+        rendezvous.close_store(world.rendezvous)
+        ours = rendezvous.meet_at_rank_0(world, LIMIT_S)
         ours.client.set("key", b"second")
         assert early.result().client.get("key", timeout_s=LIMIT_S) == b"second"
 
@@ -183,7 +183,7 @@ def test_an_occupied_port_is_named(world: World, port: int):
     with socket.create_server(("127.0.0.1", port)):
         for one in (open_one, world):
             with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
-                rendezvous._meet_at_rank_0(one, 1.0)
+                rendezvous.meet_at_rank_0(one, 1.0)
 
 
 def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
@@ -192,7 +192,7 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         with ThreadPoolExecutor(2) as pool:
-            open_one = rendezvous._beside_torch(
+            open_one = rendezvous.beside_torch(
                 replace(world, rendezvous=replace(world.rendezvous, secret_file="", job="open"))
             )
             ranks = meet(open_one, open_one)
@@ -201,14 +201,14 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
                 for rank, one in enumerate(ranks)
             ]
             assert [one.result().members for one in told] == [{0: b"0", 1: b"1"}] * 2
-            with_secret = rendezvous._beside_torch(world)
+            with_secret = rendezvous.beside_torch(world)
             first, second = keys_of(meet(with_secret, with_secret), "0.0")
             assert first.shared == second.shared
         elsewhere = replace(world, rendezvous=replace(world.rendezvous, port=port + 1))
-        assert rendezvous._beside_torch(elsewhere) is elsewhere
+        assert rendezvous.beside_torch(elsewhere) is elsewhere
     finally:
         dist.destroy_process_group()
-    assert rendezvous._beside_torch(world) is world
+    assert rendezvous.beside_torch(world) is world
 
 
 def test_beside_torchruns_store(world: World, port: int):
@@ -216,10 +216,10 @@ def test_beside_torchruns_store(world: World, port: int):
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     inside = replace(world, rendezvous=replace(world.rendezvous, host_store=False))
     with pytest.raises(HorovodInternalError, match=r"waited 1 s for rank 0 to call hvd.init"):
-        rendezvous._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 1.0)  # torch 2.3 rounds 0.3 s to 0 s
+        rendezvous.meet_at_rank_0(replace(inside, rank=1, local_rank=1), 1.0)  # torch 2.3 rounds 0.3 s to 0 s
     first, second = meet(inside, inside)
-    again = rendezvous._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed halfway
+    again = rendezvous.meet_at_rank_0(inside, LIMIT_S)  # after a start that failed halfway
     assert len({keys.shared for keys in keys_of([first, second, again], "0.0")}) == 1
     store.set("hora/job/table", "nonsense")
     with pytest.raises(HorovodInternalError, match="not a number, but b'nonsense'"):
-        rendezvous._meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)
+        rendezvous.meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)

@@ -110,12 +110,12 @@ def open_rendezvous(world: World, *, limit_s: float) -> RendezvousClient:
                 "horovodrun",
                 warn=world.rank == 0,
             )
-        rendezvous = _meet_at_rank_0(_beside_torch(world), limit_s)
+        rendezvous = meet_at_rank_0(beside_torch(world), limit_s)
     _open[point] = rendezvous
     return rendezvous
 
 
-def _beside_torch(world: World) -> World:
+def beside_torch(world: World) -> World:
     """Return the same world, with a rendezvous at torch's existing store if there is one.
 
     If torch's process group was created from the same variables, as Ray Train does, its store is already at the
@@ -136,24 +136,24 @@ def control_client(world: World) -> ControlClient | None:
     return None if rendezvous is None else rendezvous.client
 
 
-_stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # of rank 0, until the end of its process
+stores: dict[RendezvousEndpoint, KeyValueStore] = {}  # of rank 0, until the end of its process
 
 
-def _meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
+def meet_at_rank_0(world: World, limit_s: float) -> RendezvousClient:
     """Return the rendezvous at rank 0's store: at the address that the launcher named, or beside torchrun's store."""
     point, deadline = world.rendezvous, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # shared by all ranks
-    if world.rank == 0 and point not in _stores:
-        _stores[point] = _open_store(world, secret)
+    if world.rank == 0 and point not in stores:
+        stores[point] = _open_store(world, secret)
     if not point.host_store:
-        store = _stores[point] if world.rank == 0 else None
+        store = stores[point] if world.rank == 0 else None
         point = replace(point, port=_published_port(point, store, limit_s))
     return _join(point, secret, world.rank, deadline)
 
 
 def close_store(point: RendezvousEndpoint) -> None:
     """Close this rank's connection to the store at this endpoint, and the store if it is rank 0's."""
-    rendezvous, store = _open.pop(point, None), _stores.pop(point, None)
+    rendezvous, store = _open.pop(point, None), stores.pop(point, None)
     if rendezvous is not None:
         rendezvous.client.close()
     if store is not None:
@@ -339,7 +339,7 @@ def _open_place(ours: Store, store: Store, size: int, config: EngineConfig, limi
     address = "127.0.0.1" if len(hosts) == 1 else _address(store, config)
     where = listening_address(address, one_host=len(hosts) == 1), 0
     opened = _new_store(where, _secret(secret.hex(), warn=False), job)
-    _stores[RendezvousEndpoint(kind="tcp", address=address, port=opened.port, job=job)] = opened
+    stores[RendezvousEndpoint(kind="tcp", address=address, port=opened.port, job=job)] = opened
     place = {
         "address": address,
         "port": opened.port,

@@ -222,7 +222,8 @@ def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> Library | str:
+def load() -> Library | str:
+    """Return the library, or why there is none; it is loaded once."""
     if not EngineConfig.from_env().native:
         return "HORA_NATIVE=0"
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
@@ -236,8 +237,8 @@ def _loaded() -> Library | str:
 
 
 def library() -> Library | None:
-    """Return the library of this process; it is loaded once."""
-    found = _loaded()
+    """Return the library of this process, if there is one."""
+    found = load()
     return found if isinstance(found, Library) else None
 
 
@@ -250,5 +251,5 @@ def native_part() -> Library:
 
 def absence() -> str | None:
     """Return why there is no library; None if there is one."""
-    found = _loaded()
+    found = load()
     return found if isinstance(found, str) else None
