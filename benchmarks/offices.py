@@ -9,7 +9,7 @@ host, and the link is its only connection. `--delay` is one way. All ranks share
 the link is as fast as the machine.
 
 The kernel limits the rate (tc tbf). A process between the offices delays and drops packets
-(tests/integration/bad_cable.py), because many kernels have no netem. It needs about a core for 300 Mbit/s with losses,
+(testbeds/bad_cable.py), because many kernels have no netem. It needs about a core for 300 Mbit/s with losses,
 or for a few Gbit/s without.
 """
 
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "testbeds"))
 
 from namespaces import Host, badly_joined, joined
 

@@ -36,6 +36,7 @@ sys.path[:0] = [
     str(HERE),
     *(str(HERE.parent / name) for name in ("", "multiproc", "integration")),
     str(HERE.parents[1]),
+    str(HERE.parents[1] / "testbeds"),
 ]
 
 import torch  # noqa: E402

@@ -39,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(0, os.path.dirname(sys.path[0]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "testbeds"))
 
 import psutil
 from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost

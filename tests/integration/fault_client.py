@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 # Drop a silent executor after 30 seconds instead of Spark's two minutes.
 IMPATIENT = {
@@ -131,6 +132,7 @@ def main() -> None:
             session = SparkSession.builder.remote(url).getOrCreate()
             stack.callback(session.stop)
         else:
+            sys.path.insert(0, str(Path(__file__).parents[2] / "testbeds"))
             from spark_cluster import spark_session
 
             stack.enter_context(spark_session(url, **{"spark.driver.memory": "2g", **IMPATIENT}))

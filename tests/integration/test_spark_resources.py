@@ -7,10 +7,10 @@ starting a driver takes longer than the jobs.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from spark_cluster import StandaloneCluster
@@ -69,7 +69,7 @@ def found(tmp_path_factory):
         "spark.worker.resource.gpu.discoveryScript": str(discovery),
     }
     with StandaloneCluster(num_workers=1, cores=4, settings=resources) as cluster:
-        facts = {"folder": os.path.dirname(__file__), "url": cluster.url}
+        facts = {"folder": str(Path(__file__).parents[2] / "testbeds"), "url": cluster.url}
         script = folder / "driver.py"
         script.write_text(textwrap.dedent(DRIVER).format(**facts, with_gpus=WITH_GPUS, on_demand=ON_DEMAND))
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, cwd=folder)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -293,7 +294,7 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
     )
     mark = {"SPARK_TEST_CLUSTER": spark_cluster.name, "SPARK_LOCAL_DIRS": str(tmp_path)}
     driver = subprocess.Popen(
-        [sys.executable, str(script), os.path.dirname(__file__)],
+        [sys.executable, str(script), str(Path(__file__).parents[2] / "testbeds")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from spark_cluster import StandaloneCluster, cluster_environment
@@ -85,7 +86,7 @@ SETTINGS = {
 
 
 def test_copies_of_tasks_leave_the_first_ones_alone(tmp_path):
-    folder = __file__.rpartition("/")[0]
+    folder = str(Path(__file__).parents[2] / "testbeds")
     with StandaloneCluster(num_workers=2, cores=2, several_hosts=True) as cluster:
         program = tmp_path / "client.py"
         code = CLIENT.replace("__FOLDER__", repr(folder)).replace("__URL__", repr(cluster.url))

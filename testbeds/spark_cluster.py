@@ -1,7 +1,6 @@
-"""A real Spark standalone cluster for the tests: a master and workers as child processes, on loopback only.
+"""A real Spark standalone cluster for tests and benchmarks: a master and workers as child processes, on loopback only.
 
-`StandaloneCluster` is a context manager, not a fixture (see `conftest.py`), and does not depend on Hora: the benchmarks
-start the same cluster.
+`StandaloneCluster` is a context manager, not a fixture (see `conftest.py`), and does not depend on Hora.
 """
 
 from __future__ import annotations
