@@ -159,7 +159,7 @@ class KeptWorker(Worker):
 
     def __init__(self, run: Run, spec: Any, ended: Callable[[int], None]) -> None:
         super().__init__(run.simulation, run.referee, spec, ended, run.num_steps)
-        self._run, self._comes_back, self.code = run, True, 0
+        self._run, self._comes_back, self.code, self._term = run, True, 0, 0
         self._key = bytes.fromhex(spec.private_files["HORA_SECRET_FILE"])
 
     def _connect(self) -> None:
@@ -180,6 +180,10 @@ class KeptWorker(Worker):
         link = self._link = server.connect(self.number, self.host, heard)
 
     def _heard(self, message: Message | None) -> None:
+        if message is not None and self._is_outdated(message[0]):
+            assert self._link is not None
+            self._link.hang_up()
+            message = None
         if message is None and not self.dead and not self._cut_off:
             self._returning_until = self._returning_until or self._simulation.now + LEADERLESS_S
             if not self._joined and self._simulation.now < self._returning_until:  # it has not been answered yet
@@ -188,6 +192,12 @@ class KeptWorker(Worker):
         elif message is not None and not self._joined:
             self._returning_until = 0.0
         super()._heard(message)
+
+    def _is_outdated(self, header: dict[str, Any]) -> bool:
+        """Return whether this is a leader of an earlier term than another one that it has heard (`ControlClient`)."""
+        term = int(header.get("term", self._term))
+        outdated, self._term = term < self._term, max(term, self._term)
+        return outdated
 
     def die(self, code: int, **rest: float) -> None:
         if not self.dead:
