@@ -26,9 +26,9 @@
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wait 93b5a64483
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wake 0b7265bb9d
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.poll eb23396956
- *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._lead 8bff534dc1
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._lead 0e2b35788b
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._follow 5e2b53b773
- *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._publish 8129d7b01c
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._publish 0e6ad0d375
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._cut_is_free 30a0c5cfd6
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.flush ae4b85e2c2
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._write e30ee1556b

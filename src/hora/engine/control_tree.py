@@ -134,7 +134,7 @@ class ControlTree:
         self._noted: set[tuple[str, int]] = set()  # news already seen
         self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and the rank that it is to reach or bypass
         self._changed = threading.Condition()
-        self._hopeless = ""
+        self._why_pointless = ""
         self._server = Server(self, name="hora-control", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
         self._server.listen(self.name)
         self.handoff = Handoff(self._server, self._connect)
@@ -163,12 +163,12 @@ class ControlTree:
         self._server.call(lambda: self._collect(what, [(self.rank, value)]))
         with self._changed:
             gathering = self._gatherings.setdefault(what, _Gathering())
-            self._changed.wait_for(lambda: self._hopeless or gathering.result is not None, limit_s)
+            self._changed.wait_for(lambda: self._why_pointless or gathering.result is not None, limit_s)
             heard = {rank for rank, _ in gathering.parts}
         if gathering.result is not None:
             return gathering.result
-        if self._hopeless:
-            raise HorovodInternalError(self._hopeless)
+        if self._why_pointless:
+            raise HorovodInternalError(self._why_pointless)
         missing = sorted(set(range(self.size)) - heard) if self._parent is None else [self._parent]
         raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to send their {what}")
 
@@ -199,7 +199,7 @@ class ControlTree:
     def stop_waiting(self, why: str) -> None:
         """Stop all waits: some rank will never arrive."""
         with self._changed:
-            self._hopeless = self._hopeless or why
+            self._why_pointless = self._why_pointless or why
             self._changed.notify_all()
 
     # Messages.

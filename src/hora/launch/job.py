@@ -98,7 +98,7 @@ class Observation(RendezvousEvents):
         self._worlds: Mapping[int, World] = {}  # the present one, by worker
         self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
         self._stacks_to_show: set[int] = set()
-        self._talks_nonsense: set[int] = set()  # workers whose telemetry was invalid
+        self._sends_invalid: set[int] = set()  # workers whose telemetry was invalid
 
     def observe(
         self,
@@ -178,8 +178,8 @@ class Observation(RendezvousEvents):
         try:
             told = parse(kind, data)
         except ValueError as error:
-            if worker not in self._talks_nonsense:
-                self._talks_nonsense.add(worker)
+            if worker not in self._sends_invalid:
+                self._sends_invalid.add(worker)
                 _log.warning("worker %d sends invalid telemetry, which is ignored (logged once): %s", worker, error)
             return
         self.tell("on_telemetry", worker, kind, data)

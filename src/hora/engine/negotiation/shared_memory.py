@@ -9,12 +9,12 @@ A round from the coordinator's view. `fed` is the position up to which the news 
 planner is idle,
 
     quiet     no member has news
-    hoping    some members have announced nothing yet: they may be about to announce what the others have
+    delaying  some members have announced nothing yet: they may be about to announce what the others have
     alike     all members have announced the same known requests, some perhaps more
     planning  anything else: the news is fed to the planner, which knows what is ready
 
-    quiet --news--> hoping, alike or planning
-    hoping --the others' news--> alike, or planning if it differs or _PATIENCE_S have passed
+    quiet --news--> delaying, alike or planning
+    delaying --the others' news--> alike, or planning if it differs or _PATIENCE_S have passed
     alike --> round of what all have announced: most rounds are like this
     planning --something is ready, or the rings fill up--> round
 
@@ -103,7 +103,7 @@ class SharedMemoryNegotiation(Negotiation):
         self._free_from = 0  # all members have read this rank's ring up to here
         self._overflow = bytearray()
         self._bell_seen = 0
-        self._hoping_since = 0.0  # 0: not hoping
+        self._delaying_since = 0.0  # 0: not delaying
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
@@ -176,7 +176,7 @@ class SharedMemoryNegotiation(Negotiation):
                 return self._publish()
             if self._batching(heads):
                 return False
-        self._hoping_since = 0.0
+        self._delaying_since = 0.0
         self._feed(planner, heads)
         # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
         filled = sum(self._fed) - sum(self._fed_by_round) > _RING_BYTES // 4
@@ -221,9 +221,9 @@ class SharedMemoryNegotiation(Negotiation):
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
         now = time.monotonic()
-        if not self._hoping_since:
-            self._hoping_since = now
-        return now - self._hoping_since < _PATIENCE_S
+        if not self._delaying_since:
+            self._delaying_since = now
+        return now - self._delaying_since < _PATIENCE_S
 
     def _feed(self, planner: BatchPlanner, upto: Sequence[int]) -> None:
         """Feed the news up to these positions to the planner."""
@@ -237,7 +237,7 @@ class SharedMemoryNegotiation(Negotiation):
 
     def _publish(self) -> bool:
         self.rounds += 1
-        self._hoping_since = 0.0
+        self._delaying_since = 0.0
         self._cut.pack_into(self._memory, self._cut_offset(self.rounds), *self._fed)
         self._round.set(self.rounds)
         return True
