@@ -251,7 +251,7 @@ LIAR = """
 import os, pathlib, time
 if os.environ["HOROVOD_RANK"] == "1":
     member = connect()
-    sample = struct.pack("<BQI14f", 2, 5, 5, *[1.0] * 14)
+    sample = struct.pack("<BQI15f", 3, 5, 5, *[1.0] * 15)
     escapes = "\\x1b]52;c;cm0gLXJmIH4=\\x07"
     words = [("stall", b"[1]"), ("stack", b'{"threads":[[]]}'), ("stack", b"[" * 100000), ("nonsense", b""),
         ("report", sample + b'{"h": {"net_out": "x"}}'), ("report", sample + b'{"h": {"net_out": NaN}}'),

@@ -187,7 +187,7 @@ def test_the_page_reports_a_rank_that_is_a_fifth_slower_and_its_slow_line(tab, f
     _until(lambda: [(one["rank"], "line" in one) for one in _run(url)["head"]["stragglers"]] == [(slow, True)], 60)
     bundle = zipfile.ZipFile(io.BytesIO(_ask(url, "/api/bundle")[1]))
     (four_ranks.folder / "slow.hora").write_bytes(bundle.read("run.hora"))
-    verdicts = [verdict for verdict in read_run(four_ranks.folder / "slow.hora").verdicts if verdict.rank == slow]
+    verdicts = [verdict for verdict in read_run(four_ranks.folder / "slow.hora").episodes if verdict.rank == slow]
     assert verdicts[-1].line is not None
     assert verdicts[-1].line.own[2] == "__getitem__"
 

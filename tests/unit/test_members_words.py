@@ -131,9 +131,9 @@ NONSENSE: dict[str, list[tuple[str, bytes]]] = {
     "a profile of many digits": [("profile", b'{"num_samples": ' + b"9" * 4000 + b', "seconds": 1, "stacks": []}')],
     "another kind": [(ESCAPES.encode("ascii", "replace").decode(), b""), ("", b"")],
     "a short report": [("report", b"\x02")],
-    "a report of NaN": [("report", struct.pack("<BQI14f", 2, 1, 1, *[float("nan")] * 14))],
-    "negative times": [("report", struct.pack("<BQI14f", 2, 1, 1, *[-1e30] * 14))],
-    "a step beyond all numbers": [("report", struct.pack("<BQI14f", 2, 2**64 - 1, 2**32 - 1, *[3e38] * 14))],
+    "a report of NaN": [("report", struct.pack("<BQI15f", 3, 1, 1, *[float("nan")] * 15))],
+    "negative times": [("report", struct.pack("<BQI15f", 3, 1, 1, *[-1e30] * 15))],
+    "a step beyond all numbers": [("report", struct.pack("<BQI15f", 3, 2**64 - 1, 2**32 - 1, *[3e38] * 15))],
     "facts that are text": [("report", report(host={"net_out": "x", "cpu": "y"}))],
     "facts that are NaN": [("report", report(host={"net_out": float("nan")}))],
     "facts that are infinite": [("report", report(host={"net_out": float("inf")}))],
@@ -201,8 +201,8 @@ def _words(rng: random.Random) -> tuple[str, bytes]:
         if rng.random() < 0.5:
             names = ("num_cpus", "cpu", "net_out", "memory", "memory_total", "gpus", "link")
             rest["h"] = {name: _value(rng, 3) for name in names}
-        floats = [rng.choice((0.0, 1.0, -1.0, 1e-30, 3e38, float("nan"))) if rng.random() < 0.2 else 1.0] * 14
-        return kind, struct.pack("<BQI14f", 2, rng.randrange(2**40), rng.randrange(3), *floats) + json.dumps(
+        floats = [rng.choice((0.0, 1.0, -1.0, 1e-30, 3e38, float("nan"))) if rng.random() < 0.2 else 1.0] * 15
+        return kind, struct.pack("<BQI15f", 3, rng.randrange(2**40), rng.randrange(3), *floats) + json.dumps(
             rest
         ).encode()
     frames = [FRAME, _value(rng)] if rng.random() < 0.5 else _value(rng)

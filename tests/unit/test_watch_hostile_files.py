@@ -28,7 +28,7 @@ Raw = tuple[float, int, int, bytes]  # when, kind, worker, data
 def write_recording(path: Path, facts: bytes, entries: list[Raw]) -> None:
     body = b"".join(struct.pack("<dBiI", at, kind, worker, len(data)) + data for at, kind, worker, data in entries)
     block = zlib.compress(body)
-    path.write_bytes(b"HORA-RUN 2\n" + facts + b"\n" + struct.pack("<I", len(block)) + block)
+    path.write_bytes(b"HORA-RUN 3\n" + facts + b"\n" + struct.pack("<I", len(block)) + block)
 
 
 def recorded() -> tuple[dict[str, object], list[Raw]]:

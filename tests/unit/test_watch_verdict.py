@@ -46,7 +46,7 @@ def test_a_recorded_run_keeps_the_verdict_and_its_line(tmp_path):
     run = _recorded(tmp_path, Simulation(num_ranks=2, slow=[slow]))
     (verdict,) = view.head(run)["past"]
     assert verdict["rank"] == 1
-    assert verdict["words"] == "between backward and step"
+    assert verdict["cause"].endswith("% of it between backward and step")
     assert verdict["slowdown"] == pytest.approx(1.4, abs=0.06)
     assert verdict["until"] == round(run.began + 40.0)
     assert verdict["line"]["own"] == SLEEP
@@ -65,10 +65,10 @@ def test_a_profile_that_arrives_before_the_verdict_finds_its_line():
         run.apply(entry)
     run.apply(_profile(run.now, 1, SLOW_PROFILE))
     run.apply(_profile(run.now, 0, ORDINARY_PROFILE))
-    assert not run.verdicts
+    assert not run.episodes
     run.look(run.now)
-    assert run.verdicts[-1].line is not None
-    assert run.verdicts[-1].line.own == SLEEP
+    assert run.episodes[-1].line is not None
+    assert run.episodes[-1].line.own == SLEEP
 
 
 def test_a_slow_rank_is_compared_with_the_only_other_one_or_with_the_median(tmp_path):
@@ -94,10 +94,10 @@ def test_a_rank_that_is_soon_slow_again_keeps_its_verdict(pause_s, num_verdicts)
         run.apply(entry)
         if number % 4 == 0:
             run.look(run.now)
-            closed |= any(verdict.until is not None for verdict in run.verdicts)
+            closed |= any(verdict.until is not None for verdict in run.episodes)
     assert closed
-    assert len(run.verdicts) == num_verdicts
-    assert run.verdicts[-1].until is None
+    assert len(run.episodes) == num_verdicts
+    assert run.episodes[-1].until is None
 
 
 def test_the_line_is_the_one_that_distinguishes_the_slow_rank():

@@ -57,6 +57,11 @@ COMMANDS = {
     "view": Command(
         "hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora", "make_view_parser"
     ),
+    "compare": Command(
+        "hora.cli.watch:compare",
+        "compare two runs, phase by phase: hora compare old.hora new.hora",
+        "make_compare_parser",
+    ),
     "workers": Command("hora.cli.workers:main", "launch, list and stop workers: hora workers launch -n 2"),
     "demo": Command("hora.cli.dispatch:demo", "a lab to try: hora demo faults, images or penguins", ""),
     "completion": Command("hora.cli.completion:main", "completion for a shell: hora completion bash, zsh or fish"),

@@ -1,4 +1,4 @@
-"""`hora view` and `hora top`: show a recorded run or a timeline in the browser, a live run in the terminal."""
+"""`hora view`, `hora top`, `hora compare`: a recorded run in the browser, a live one in the terminal, two compared."""
 
 from __future__ import annotations
 
@@ -74,3 +74,45 @@ def top(argv: Sequence[str]) -> None:
         raise RuntimeError(f"it draws with rich: pip install {error.name}") from None
     except KeyboardInterrupt:
         return
+
+
+def make_compare_parser() -> argparse.ArgumentParser:
+    """Return the parser of `hora compare`."""
+    parser = Parser(
+        prog="hora compare", description="Compare two runs, phase by phase: what changed, and whether it is noise."
+    )
+    about = "a recording of `hora run --record`, or a verdict.json"
+    parser.add_argument("before", metavar="RUN", help=about)
+    parser.add_argument("after", metavar="RUN", help="the run to compare with it")
+    about = "exit with status 1 if a step takes more than this longer, for example 5%%, and it is not noise"
+    parser.add_argument("--max-step-time-regression", type=_share, metavar="SHARE", help=about)
+    about = "compare runs that reduce different numbers of bytes in a step"
+    parser.add_argument("--other-model", action="store_true", help=about)
+    return parser
+
+
+def _share(text: str) -> float:
+    """Parse "5%" or "0.05"."""
+    try:
+        value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 100.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; write 5% or 0.05")
+    return value
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Run `hora compare RUN RUN`."""
+    arguments = make_compare_parser().parse_args(argv)
+    from hora.watch.compare import compare_runs, load_verdict, regression, table
+
+    before, after = load_verdict(arguments.before), load_verdict(arguments.after)
+    changes = compare_runs(before, after, other_model=arguments.other_model)
+    print(table(before, after, changes))
+    if arguments.max_step_time_regression is None:
+        return 0
+    found = regression(changes, arguments.max_step_time_regression)
+    if found is not None:
+        print(f"hora compare: {found}", file=sys.stderr)
+    return int(found is not None)

@@ -25,7 +25,7 @@ from hora.memory import keep_freed_memory
 from hora.net.client import ControlClient
 from hora.platforms.detect import detect_world, export
 from hora.requirements import advisories
-from hora.telemetry.meters import meter, meter_data_loaders
+from hora.telemetry.meters import meter, meter_checkpoints, meter_data_loaders
 from hora.telemetry.reporter import Reporter
 from hora.world import PLAN_KEY, World
 
@@ -222,6 +222,7 @@ def _start_reporting(place: World, config: EngineConfig) -> None:
     send("here", b"")  # the launcher may send questions from now on
     if config.telemetry_s:
         meter_data_loaders()
+        meter_checkpoints()
         reporter.start(config.telemetry_s)
         atexit.register(reporter.stop)
 

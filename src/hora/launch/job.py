@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Variables for the workers of an observed job: they report once a second.
 # Of ranks whose job is watched. A job that a rank starts has no page or recording of its own at the same place.
-REPORTING = {"HORA_TELEMETRY_S": "1.0", "HORA_DASHBOARD": "0", "HORA_RECORD": ""}
+REPORTING = {"HORA_TELEMETRY_S": "1.0", "HORA_DASHBOARD": "0", "HORA_RECORD": "", "HORA_VERDICT": "0"}
 STOPPED = 143  # the exit status of a job that its observer stopped
 _STACKS_AGAIN_S = 30.0
 
@@ -57,6 +57,7 @@ class Watching:
     page: bool = False  # a live page
     listen: str = ""  # its host:port; loopback and a free port unless given
     record: str | None = None  # a file for `hora view`
+    verdict: bool = True  # at the end: on the terminal, and in verdict.json beside the record or in this directory
     reports: Reports | None = None  # of the job's progress, to Kubeflow
     browser: bool = False  # open the page in one
     demo: bool = False  # the page can kill ranks
@@ -69,8 +70,12 @@ class Watching:
         page: bool | None = None,
         listen: str | None = None,
         record: str | None = None,
+        verdict: bool | None = None,
     ) -> Watching | None:
-        """Read arguments, HORA_DASHBOARD (1, 0, or an address), HORA_RECORD, Kubeflow's variables; None: nothing."""
+        """Read arguments, HORA_DASHBOARD (1, 0, or an address), HORA_RECORD, HORA_VERDICT, Kubeflow's variables.
+
+        None: nothing is wanted. A job with a page or a recording has a verdict.
+        """
         setting = environ.get("HORA_DASHBOARD", "")
         if page is None:
             page = setting not in ("", "0") or bool(listen)
@@ -81,9 +86,11 @@ class Watching:
             from hora.watch.kubeflow import Reports
 
             reports = Reports.of(environ)
-        if not page and not record and reports is None:
+        if verdict is None:
+            verdict = environ.get("HORA_VERDICT", "") not in ("", "0") or page or bool(record)
+        if not page and not record and not verdict and reports is None:
             return None
-        return cls(page=page, listen=listen, record=record, reports=reports)
+        return cls(page=page, listen=listen, record=record, verdict=verdict, reports=reports)
 
 
 class Observation(RendezvousEvents):
@@ -124,7 +131,7 @@ class Observation(RendezvousEvents):
             "elastic": elastic,
             **({"demo": True} if watching.demo else {}),
         }
-        how = {name: getattr(watching, name) for name in ("listen", "record", "page", "reports")}
+        how = {name: getattr(watching, name) for name in ("listen", "record", "page", "verdict", "reports")}
         try:
             self.observer = Dashboard(facts, control, **how)
         except BaseException:

@@ -170,6 +170,8 @@ class Options:
         help="where the live page listens (default: loopback, a free port)")
     record: str | None = _option("--record", kind=str, section="job", metavar="FILE",
         help="record the run for `hora view FILE`")
+    verdict: bool | None = _option("--verdict", kind=bool, section="job",
+        help="end with a verdict: where the time went, the slow rank, what to try (jobs that are watched have one)")
     config_file: str | None = _option("--config-file", kind=str, section="job", metavar="YAML",
         help="read options from this file; flags override it")
     nics: frozenset[str] | None = _option("--network-interfaces", kind=frozenset, section="job",
@@ -413,7 +415,7 @@ _SECTIONS = {
 }
 # The options that most people use: those of the short help.
 _COMMON = (
-    *("num_proc", "dashboard", "record", "output_filename", "verbose", "hosts", "hostfile", "ssh_port"),
+    *("num_proc", "dashboard", "record", "verdict", "output_filename", "verbose", "hosts", "hostfile", "ssh_port"),
     *("min_num_proc", "max_num_proc", "host_discovery_script"),
 )
 _CONTROLLERS = {"gloo": "use_gloo", "mpi": "use_mpi"}

@@ -268,7 +268,11 @@ def make_job(
         verbose=bool(options.verbose),
         secret=None if nodes is None else nodes.job_secret,
         watching=Watching.wanted(
-            environ, page=options.dashboard, listen=options.dashboard_address, record=options.record
+            environ,
+            page=options.dashboard,
+            listen=options.dashboard_address,
+            record=options.record,
+            verdict=options.verdict,
         ),
     )
 

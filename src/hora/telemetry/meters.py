@@ -9,19 +9,21 @@ compared: a late rank waits little while the others wait for it, so the waits al
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import re
 import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from hora.telemetry.sample import MAX_EVENTS, MAX_METRICS, MAX_NAME, Sample
 
 # Fields of a meter that only grow.
 _TOTALS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "transport_s",
-           "optimizer_s", "num_bytes", "num_samples")  # fmt: skip
+           "optimizer_s", "checkpoint_s", "num_bytes", "num_samples")  # fmt: skip
 _totals = operator.attrgetter(*_TOTALS)
 
 
@@ -38,14 +40,43 @@ def meter_data_loaders() -> None:
     def metered(self: Any) -> Any:
         if threading.current_thread() is not main:  # a prefetching thread: no one waits for it here
             return plain(self)
-        since = time.perf_counter()
+        since, blocked_s = time.perf_counter(), meter.blocked_s
         batch = plain(self)
-        meter.data_s += time.perf_counter() - since
+        # A loader may itself wait for other ranks, which is no time of this rank's data.
+        meter.data_s += max(time.perf_counter() - since - (meter.blocked_s - blocked_s), 0.0)
         meter.num_samples += getattr(getattr(self, "_index_sampler", None), "batch_size", None) or 0
         return batch
 
     metered.is_metered = True  # type: ignore[attr-defined]
     base.__next__ = metered
+
+
+def meter_checkpoints() -> None:
+    """Make `torch.save` on the training thread report its duration."""
+    import torch
+
+    plain = torch.save
+    if getattr(plain, "is_metered", False):
+        return
+
+    @functools.wraps(plain)
+    def metered(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return plain(*args, **kwargs)
+        with meter.checkpointing():
+            return plain(*args, **kwargs)
+
+    metered.is_metered = True  # type: ignore[attr-defined]
+    torch.save = metered
+
+
+_INTERRUPTED = "s from the last step before the change to the first one after it"
+
+
+def interruption_s(text: str) -> float:
+    """Return the seconds in the text of a "resumed" event; 0 if it has none."""
+    found = re.search(r"(\d+\.\d+) " + _INTERRUPTED, text)
+    return float(found[1]) if found else 0.0
 
 
 class Meter:
@@ -56,6 +87,8 @@ class Meter:
         self.step_s = self.data_s = self.backward_s = self.between_s = self.optimizer_s = 0.0
         self.wait_s = self.reduce_s = 0.0  # of the training thread
         self.transport_s = 0.0  # data movement, on any thread
+        self.checkpoint_s = 0.0
+        self._is_checkpointing = False
         self.num_bytes = self.num_samples = 0.0
         self.link_bytes_per_s = 0.0  # of this host's uplink, once measured
         self.total_steps = 0  # as announced by the fit loop or the user
@@ -91,10 +124,43 @@ class Meter:
         self.reduce_s += moving_s
         self.wait_s += blocked_s - moving_s
 
+    @property
+    def blocked_s(self) -> float:
+        """Return the time for which the training thread has been blocked in collectives."""
+        return self.wait_s + self.reduce_s
+
+    def backward_done(self, began: float, ended: float, now: float, blocked_s: float) -> None:
+        """Record a backward pass and the script's time after it; `blocked_s` is the total when backward began.
+
+        The time in which this rank only waited for others belongs to neither of them. It is taken from the time after
+        backward first, where scripts average their losses.
+        """
+        blocked_s = self.blocked_s - blocked_s
+        between_s = max(now - ended - blocked_s, 0.0)
+        self.between_s += between_s
+        self.backward_s += max(now - began - blocked_s - between_s, 0.0)
+
+    @contextlib.contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Count the body as writing a checkpoint, once if nested."""
+        if self._is_checkpointing:
+            yield
+            return
+        began, blocked_s = time.perf_counter(), self.blocked_s
+        self._is_checkpointing = True
+        try:
+            yield
+        finally:
+            self._is_checkpointing = False
+            self.checkpoint_s += max(time.perf_counter() - began - (self.blocked_s - blocked_s), 0.0)
+
     def restart_step(self) -> None:
-        """Exclude time and samples since the last step from the next one: after an evaluation or in a new world."""
-        self._last_end = time.perf_counter()
-        self.num_samples = self.completed[-1]
+        """Exclude what happened since the last step from the next one, except checkpoints: after an evaluation or in a
+        new world.
+        """
+        before = dict(zip(_TOTALS, self.completed, strict=True))
+        self._last_end = time.perf_counter() - (self.checkpoint_s - before["checkpoint_s"])
+        self.data_s, self.num_samples = before["data_s"], before["num_samples"]
 
     def world_formed(self, rank: int, size: int) -> None:
         """Start a new world; its rank 0, if it has trained before, reports how long the training was interrupted."""
@@ -106,9 +172,7 @@ class Meter:
         assert self._interrupted is not None
         (ended, size), self._interrupted = self._interrupted, None
         ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
-        self.event(
-            "resumed", f"{ranks}: {now - ended:.2f} s from the last step before the change to the first one after it"
-        )
+        self.event("resumed", f"{ranks}: {now - ended:.2f} {_INTERRUPTED}")
 
     def report(self, metrics: Mapping[str, SupportsFloat]) -> None:
         for name, value in metrics.items():

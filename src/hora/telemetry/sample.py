@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 # Parts of a step. `forward` is the remainder: the forward pass, the loss, and everything else in the script. `between`
 # is the script's own time from the last gradient to `step()` or `synchronize()`.
-PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer")
+PARTS = ("data", "forward", "backward", "between", "wait", "reduce", "optimizer", "checkpoint")
 
 MAX_METRICS = 64
 MAX_EVENTS = 64
@@ -41,11 +41,12 @@ class Sample(NamedTuple):
     num_samples: float = 0.0
     cpu_s: float = 0.0  # processor time of this process
     memory_bytes: float = 0.0
+    checkpoint_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
         known = self.data_s + self.backward_s + self.between_s + self.wait_s + self.reduce_s + self.optimizer_s
-        return max(self.step_s - known, 0.0)
+        return max(self.step_s - known - self.checkpoint_s, 0.0)
 
     @property
     def work_s(self) -> float:
@@ -60,8 +61,8 @@ class Sample(NamedTuple):
 
 
 _parts_s = operator.attrgetter(*(f"{part}_s" for part in PARTS))
-SAMPLE = struct.Struct("<BQI14f")
-VERSION = 2
+SAMPLE = struct.Struct("<BQI15f")
+VERSION = 3
 
 
 @dataclass(frozen=True)

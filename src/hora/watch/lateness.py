@@ -7,9 +7,10 @@ is a rank whose work repeatedly takes longer than the median of the others.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
@@ -24,7 +25,8 @@ _MIN_SLICES = 3
 _LONGEST_S = 600.0
 _MIN_STEPS = 4
 _PERSISTENT = 0.7
-_OWN_PARTS = ("data", "forward", "backward", "between", "optimizer")
+_WAITS = 0.6  # a rank that computes in less of its own time waits for something
+_OWN_PARTS = ("data", "forward", "backward", "between", "optimizer", "checkpoint")
 
 Timed = tuple[float, Sample]
 
@@ -36,8 +38,9 @@ class Straggler:
     rank: int
     slowdown: float  # its work relative to the median of the others
     lateness: float
-    since: float
+    since: float  # NaN: slow on average, not from a certain time on
     excess: Mapping[str, float]  # shares of the extra time, by part
+    busy: float = 1.0  # processor time per second of its own work; less if it waits for a disk, the network or a core
 
     @property
     def main_part(self) -> str:
@@ -56,7 +59,6 @@ def added(samples: Sequence[Sample]) -> Sample:
     return Sample._make(sums)._replace(
         step=last.step,
         longest_s=max(sample.longest_s for sample in samples),
-        cpu_s=last.cpu_s,
         memory_bytes=last.memory_bytes,
     )
 
@@ -79,19 +81,25 @@ def find_stragglers(
 ) -> list[Straggler]:
     """Return the ranks that slow the others down, the slowest first. `named`: ranks named before, and since when."""
     named = named or {}
-    whole = _between(recent, now - WINDOW_S, now)
-    late = lateness(whole)
     found = []
-    for rank, sample in whole.items():
-        others = [other for peer, other in whole.items() if peer != rank]
+    for straggler in slow_on_average(_between(recent, now - WINDOW_S, now), named):
+        since = named.get(straggler.rank) or _since(straggler.rank, recent, now)
+        if since is not None:
+            found.append(replace(straggler, since=since))
+    return found
+
+
+def slow_on_average(column: Mapping[int, Sample], named: Collection[int] = ()) -> list[Straggler]:
+    """Return the ranks that are slow in samples of the same time, however that is spread; the slowest first."""
+    late = lateness(column)
+    found = []
+    for rank, sample in column.items():
+        others = [other for peer, other in column.items() if peer != rank]
         if not others or sample.num_steps < _MIN_STEPS:
             continue
         slowdown = _slowdown(sample, others)
-        if slowdown < (RELEASED if rank in named else NAMED) or late[rank] < _MIN_LATENESS:
-            continue
-        since = named.get(rank) or _since(rank, recent, now)
-        if since is not None:
-            found.append(Straggler(rank, slowdown, late[rank], since, _excess(sample, others)))
+        if slowdown >= (RELEASED if rank in named else NAMED) and late[rank] >= _MIN_LATENESS:
+            found.append(Straggler(rank, slowdown, late[rank], 0.0, _excess(sample, others), _busy(sample)))
     return sorted(found, key=lambda straggler: -straggler.slowdown)
 
 
@@ -108,6 +116,13 @@ def _work(sample: Sample) -> float:
 def _slowdown(sample: Sample, others: Sequence[Sample]) -> float:
     usual = statistics.median(map(_work, others))
     return _work(sample) / usual if usual > 0 else 1.0
+
+
+def _busy(sample: Sample) -> float:
+    """Return the processor time per second of a rank's own work: while it is blocked it may spin, or may not."""
+    if not sample.window_s or not sample.step_s:
+        return 1.0
+    return sample.cpu_s / sample.window_s * sample.step_s / sample.work_s if sample.work_s else 1.0
 
 
 def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> float | None:
@@ -151,6 +166,7 @@ PART_WORDS = {
     "backward": "in the backward pass",
     "between": "between backward and step",
     "optimizer": "in the optimizer",
+    "checkpoint": "writing checkpoints",
 }
 _SAME_TIME_S = 10.0  # profiles of two ranks are comparable if they end this close together
 
@@ -177,7 +193,7 @@ class SlowLine:
 
 
 @dataclass
-class Verdict:
+class Episode:
     """A finding about a rank, and for how long it has held."""
 
     finding: Straggler  # the latest, or the worst once it is over
@@ -203,12 +219,47 @@ class Verdict:
         if self.until is None:
             self.until, self.finding = at, self._worst or self.finding
 
-    def sentence(self) -> str:
+    @property
+    def claim(self) -> str:
         verb = "is" if self.until is None else "was"
-        text = f"rank {self.rank} on {self.host} {verb} {self.finding.slowdown:.2f}× slower than {self.than}"
-        if self.part_words:
-            text += f", {100 * self.finding.excess[self.finding.main_part]:.0f} % of it {self.part_words}"
-        return text
+        return f"rank {self.rank} on {self.host} {verb} {self.finding.slowdown:.2f}× slower than {self.than}"
+
+    @property
+    def cause(self) -> str:
+        """Return which part of the step takes the additional time; empty if none stands out."""
+        if not self.part_words:
+            return ""
+        return f"{100 * self.finding.excess[self.finding.main_part]:.0f} % of it {self.part_words}"
+
+    def sentence(self) -> str:
+        return f"{self.claim}, {self.cause}" if self.cause else self.claim
+
+    @property
+    def advice(self) -> str:
+        """Return what to try first."""
+        part, waits = self.finding.main_part, self.finding.busy < _WAITS
+        where = ""
+        if self.line is not None:
+            file, number, function = self.line.own[:3]
+            where = f" `{function}` at {os.path.basename(file)}:{number}"
+        busy = f"rank {self.rank} computes in only {100 * self.finding.busy:.0f} % of its own time"
+        if part == "data":
+            return f"more workers for the data loader of rank {self.rank}, or a faster disk for" + (
+                where or " its rows"
+            )
+        if part == "checkpoint":
+            return f"write checkpoints of rank {self.rank} less often, or to a faster disk"
+        if waits:
+            return f"{busy}: find what" + (where or " it") + " waits for (a disk, the network, a core that it shares)"
+        if part == "optimizer":
+            return f"look at what else runs on {self.host}: optimizers of all ranks have the same work"
+        if part == "between":
+            return "do less between backward() and step()" + (f": see{where}" if where else "")
+        return (
+            f"rank {self.rank} computes all the time"
+            + (f" in{where}" if where else "")
+            + f": give it batches of the others' size, or see `hora doctor` on {self.host} for a slower processor"
+        )
 
 
 def find_line(profiles: Mapping[int, Mapping[str, Any]], rank: int, slow: Collection[int]) -> SlowLine | None:

@@ -6,23 +6,28 @@ ranks' stacks; if a rank is slow, it requests a profile. So the answer is ready 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import sys
 import threading
 import time
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from hora.config import in_notebook
+from hora.files import new_file
 from hora.watch import address, view
 from hora.watch.http import Access
 from hora.watch.kubeflow import Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
 from hora.watch.server import PageServer
+from hora.watch.verdict import make_verdict
 
 _PROFILE_S = 2.0
 _ASK_AGAIN_S = 30.0
@@ -48,7 +53,8 @@ class JobControl(Protocol):
 class Dashboard:
     """The observer of a job (`launch.job.Observation`), whose methods the page calls. Thread-safe.
 
-    `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `reports`: to Kubeflow.
+    `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `verdict`: at the end. `reports`: to
+    Kubeflow.
     """
 
     def __init__(
@@ -59,11 +65,13 @@ class Dashboard:
         listen: str = "",
         record: str | None = None,
         page: bool = True,
+        verdict: bool = True,
         reports: Reports | None = None,
     ) -> None:
         self._job = job
         self._reports = reports
         self._recorder = Recorder(record, facts)
+        self._verdict_folder = Path(record or ".").absolute().parent if verdict else None
         self._output = _Output()
         self._run = Run(facts)
         self._asked_stacks_at = 0.0
@@ -108,6 +116,8 @@ class Dashboard:
         if self._reports is not None:
             self._reports.close(self._run)
         self._recorder.close()
+        if self._verdict_folder is not None:
+            _conclude(self._run, self._verdict_folder)
 
     # ---- the page's requests, in the server's thread --------------------------------------------------------
 
@@ -164,6 +174,7 @@ class Dashboard:
         run, data = self._run, io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
             bundle.writestr(zipfile.ZipInfo("run.hora"), self._recorder.contents())
+            bundle.writestr("verdict.json", make_verdict(run).to_json())
             bundle.writestr("now.json", view.as_json(view.everything(run)))
             lines = (f"{line.at:.3f} [{line.rank}]<{line.stream}>: {line.text}\n" for line in run.lines)
             bundle.writestr("output.txt", "".join(lines))
@@ -196,6 +207,21 @@ class _Output:
                     letter + b"[... more than %d lines in a second: the rest is omitted here]" % _MAX_LINES_PER_S
                 )
             return lines
+
+
+def _conclude(run: Run, folder: Path) -> None:
+    """Show the verdict, and write it to `verdict.json`."""
+    verdict = make_verdict(run)
+    path, text = folder / "verdict.json", verdict.text()
+    try:
+        with os.fdopen(new_file(path), "w", encoding="utf-8") as file:
+            file.write(verdict.to_json())
+        text += f"\n  {path.name}: these figures, for `hora compare`"
+    except OSError as error:
+        text += f"\n  {path} cannot be written: {error.strerror}"
+    stream = sys.stdout if in_notebook() else sys.stderr
+    with contextlib.suppress(OSError, ValueError):  # a closed stream
+        print(f"hora: {text}", file=stream, flush=True)
 
 
 def _announce(page: address.Page, host: str, notebook: bool) -> None:

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hora.telemetry import Sample
+from hora.telemetry.meters import interruption_s
 from hora.telemetry.parsing import MAX_RANKS, Stack, parse_profile, parse_report, parse_stacks
-from hora.watch.lateness import Straggler, Timed, Verdict, find_line, find_stragglers
+from hora.watch.lateness import Episode, Straggler, Timed, find_line, find_stragglers
 
 # Kinds of entries, in the order of their numbers in a recording.
 KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
 
 # A cell holds the sums of a sample's durations and counts, and the longest step.
 _SUMS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "hidden_s", "optimizer_s",
-         "num_bytes", "num_samples")  # fmt: skip
+         "checkpoint_s", "num_bytes", "num_samples")  # fmt: skip
 _CELL = (*_SUMS, "longest_s")
 _summands = operator.attrgetter(*_SUMS)
 MAX_LINES = 4000
@@ -37,9 +38,10 @@ _LONG_WAIT_S = 1.5
 STUCK_S = 5.0
 _LAST_TIME = 1e11  # seconds since the epoch: later times in a foreign file are invalid
 _MAX_GENERATION = 2**31
-_MAX_VERDICTS = 50
+_MAX_EPISODES = 50
 _MAX_DRIFTS = 10
-_SAME_EPISODE_S = 10.0  # a rank that is slow again so soon keeps its verdict, and the line that was found
+_MAX_LOSSES = 100
+_SAME_EPISODE_S = 10.0  # a rank that is slow again so soon keeps its episode, and the line that was found
 _LATE_PROFILE_S = 10.0  # a profile may arrive this long after its rank has caught up
 
 
@@ -162,6 +164,37 @@ class Line(NamedTuple):
     text: str
 
 
+@dataclass
+class Loss:
+    """A rank that was lost or failed, and for how long the others could not train because of it, if they went on."""
+
+    at: float
+    rank: int
+    host: str
+    why: str
+    cost_s: float | None = None
+
+
+class Memory:
+    """Resident memory of a worker over time: some points, evenly spread over its life."""
+
+    _MAX_POINTS = 128
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._every = 1
+        self._skipped = 0
+
+    def add(self, at: float, num_bytes: float) -> None:
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self.points.append((at, num_bytes))
+        if len(self.points) >= self._MAX_POINTS:
+            self.points, self._every = self.points[::2], 2 * self._every
+
+
 class Pending(NamedTuple):
     """A collective that waits for some ranks."""
 
@@ -193,8 +226,10 @@ class Run:
         self.stacks: dict[int, dict[str, Any]] = {}  # by rank: when, text, why
         self.profiles: dict[int, dict[str, Any]] = {}
         self.stragglers: list[Straggler] = []
-        self.verdicts: deque[Verdict] = deque(maxlen=_MAX_VERDICTS)
-        self._latest_verdicts: dict[int, Verdict] = {}  # of each rank of this world
+        self.episodes: deque[Episode] = deque(maxlen=_MAX_EPISODES)
+        self._latest_episodes: dict[int, Episode] = {}  # of each rank of this world
+        self.losses: deque[Loss] = deque(maxlen=_MAX_LOSSES)
+        self.memory: dict[int, Memory] = {}  # by worker, of the present world
         self.drifts: deque[Event] = deque(maxlen=_MAX_DRIFTS)  # ranks that no longer train the same model
         self.outcome: str | None = None  # done, failed, stopped
         self.outcome_text = ""
@@ -231,10 +266,11 @@ class Run:
             if state.worker in former and former[state.worker].state == "here":
                 state.state = "here"
             self.places[state.rank] = self._by_worker[state.worker] = state
+        self.memory = {worker: self.memory.get(worker, Memory()) for worker in self._by_worker}
         self.worlds.append((entry.at, self.generation, len(self.places)))
         self.stepped = False
         self._recent.clear()
-        self._close_verdicts(entry.at)
+        self._close_episodes(entry.at)
         if self.generation > 0:
             self.note(entry.at, "world", -1, f"generation {self.generation}: {len(self.places)} ranks")
 
@@ -257,13 +293,25 @@ class Run:
             while recent[0][0] < entry.at - _RECENT_S:
                 recent.popleft()
             self.grid.add(place.rank, entry.at, report.sample)
+        if report.sample.memory_bytes:
+            self.memory.setdefault(entry.worker, Memory()).add(entry.at, report.sample.memory_bytes)
         for name, value in report.metrics.items():
             if name in self.grid.metrics or len(self.grid.metrics) < _MAX_METRICS:
                 self.grid.add_metric(name, entry.at, value)
         for kind, text in report.events:
             self.note(entry.at, kind, place.rank, text)
+            if kind == "resumed":
+                self._resumed(text)
         if report.host:
             self.hosts[place.host] = {**report.host, "at": entry.at}
+
+    def _resumed(self, text: str) -> None:
+        """Note what the latest losses have cost: those since the training last went on, together."""
+        cost_s = interruption_s(text)
+        for loss in reversed(self.losses):
+            if loss.cost_s is not None:
+                return
+            loss.cost_s, cost_s = cost_s, 0.0
 
     def _joined(self, entry: Entry, place: RankState | None) -> None:
         if place is not None and place.state == "starting":
@@ -280,6 +328,7 @@ class Run:
             place.state = "done"
             return
         place.state, place.why = "lost", reason or f"exit code {code}"
+        self.losses.append(Loss(entry.at, place.rank, place.host, place.why))
         self.note(entry.at, "lost", place.rank, f"rank {place.rank} on {place.host} is lost: {place.why}")
 
     def _failed(self, entry: Entry, place: RankState | None) -> None:
@@ -287,6 +336,7 @@ class Run:
         news = json.loads(entry.data)
         if place is not None and place.state not in ("lost", "failed"):
             place.state, place.why = "failed", str(news["headline"])[:500]
+            self.losses.append(Loss(entry.at, place.rank, place.host, place.why))
             self.note(entry.at, "failed", place.rank, f"rank {place.rank} on {place.host}: {place.why}")
 
     def _line(self, entry: Entry, place: RankState | None) -> None:
@@ -328,7 +378,7 @@ class Run:
         self.outcome, self.outcome_text = str(news["outcome"]), str(news.get("text", ""))[:4000]
         for place in self.places.values():
             place.waiting = None
-        self._close_verdicts(entry.at)
+        self._close_episodes(entry.at)
         self.note(entry.at, "end", -1, self.outcome)
 
     def note(self, at: float, kind: str, rank: int, text: str) -> None:
@@ -352,37 +402,37 @@ class Run:
             self._note_stall()
 
     def _judge(self) -> None:
-        """Open, update and close the verdicts."""
+        """Begin, update and end the episodes."""
         for straggler in self.stragglers:
-            verdict = self._latest_verdicts.get(straggler.rank)
-            if verdict is not None and (verdict.until is None or self.now - verdict.until < _SAME_EPISODE_S):
-                verdict.update(straggler)
+            episode = self._latest_episodes.get(straggler.rank)
+            if episode is not None and (episode.until is None or self.now - episode.until < _SAME_EPISODE_S):
+                episode.update(straggler)
                 continue
             others = [rank for rank in self._recent if rank != straggler.rank]
             than = f"rank {others[0]}" if len(others) == 1 else "the median"
             place = self.places.get(straggler.rank)
-            verdict = Verdict(straggler, place.host if place is not None else "?", than)
-            self.verdicts.append(verdict)
-            self._latest_verdicts[straggler.rank] = verdict
+            episode = Episode(straggler, place.host if place is not None else "?", than)
+            self.episodes.append(episode)
+            self._latest_episodes[straggler.rank] = episode
             self._find_lines(self.now)
-            self.note(self.now, "stall", straggler.rank, verdict.sentence())
-        for rank in self._latest_verdicts.keys() - {straggler.rank for straggler in self.stragglers}:
-            self._latest_verdicts[rank].close(self.now)
+            self.note(self.now, "stall", straggler.rank, episode.sentence())
+        for rank in self._latest_episodes.keys() - {straggler.rank for straggler in self.stragglers}:
+            self._latest_episodes[rank].close(self.now)
 
-    def _close_verdicts(self, at: float) -> None:
-        """Close all verdicts: their ranks no longer exist under these numbers."""
-        for verdict in self._latest_verdicts.values():
-            verdict.close(at)
-        self._latest_verdicts.clear()
+    def _close_episodes(self, at: float) -> None:
+        """End all episodes: their ranks no longer exist under these numbers."""
+        for episode in self._latest_episodes.values():
+            episode.close(at)
+        self._latest_episodes.clear()
         self.stragglers = []
 
     def _find_lines(self, at: float) -> None:
-        """Find the lines of the current verdicts in recent profiles: one may arrive before its verdict, or after it."""
-        current = [v for v in self.verdicts if v.until is None or at - v.until < _LATE_PROFILE_S]
-        slow = {verdict.rank for verdict in current}
+        """Find the lines of the current episodes in recent profiles: one may arrive before its episode, or after it."""
+        current = [v for v in self.episodes if v.until is None or at - v.until < _LATE_PROFILE_S]
+        slow = {episode.rank for episode in current}
         profiles = {rank: profile for rank, profile in self.profiles.items() if at - profile["at"] < _LATE_PROFILE_S}
-        for verdict in current:
-            verdict.line = find_line(profiles, verdict.rank, slow) or verdict.line
+        for episode in current:
+            episode.line = find_line(profiles, episode.rank, slow) or episode.line
 
     def _note_stall(self) -> None:
         stuck = self.stuck()

@@ -1,6 +1,6 @@
 """A recorded run: the entries of a job in a file, small enough to mail, readable while it is written.
 
-    HORA-RUN 2\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
+    HORA-RUN 3\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
 
 A block is written every few seconds, so a killed launcher loses no more than that; an incomplete last block is ignored
 when the file is read. A file from someone else is treated as data only: sizes are checked, nothing is executed.
@@ -22,7 +22,8 @@ from typing import IO, Any
 from hora.files import new_file
 from hora.watch.model import KINDS, Entry, Run
 
-_MAGIC = b"HORA-RUN 2\n"
+_FAMILY = b"HORA-RUN "
+_MAGIC = _FAMILY + b"3\n"
 _ENTRY = struct.Struct("<dBiI")
 _LENGTH = struct.Struct("<I")
 _BLOCK_BYTES = 256 * 1024
@@ -97,10 +98,23 @@ class Recorder:
         self._file.close()
 
 
+def is_recording(path: str | Path) -> bool:
+    """Return whether the file begins like a recorded run, of this version or another one."""
+    with open(path, "rb") as file:
+        return file.read(len(_FAMILY)) == _FAMILY
+
+
 def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
     """Return the facts and entries of a recording. Raises ValueError if it is not one."""
     with open(path, "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        magic = file.read(len(_MAGIC))
+        if magic.startswith(_FAMILY) and magic != _MAGIC:
+            written, read = magic.decode(errors="replace").strip(), _MAGIC.decode().strip()
+            raise ValueError(
+                f"{path} was recorded by another version of Hora ({written!r:.20}, this one reads {read!r}): "
+                "open it with that version"
+            )
+        if magic != _MAGIC:
             raise ValueError(f"{path} is not a recorded run: it does not begin with {_MAGIC.decode().strip()!r}")
         facts = None
         with contextlib.suppress(ValueError, RecursionError):

@@ -21,7 +21,7 @@ from hora.watch.address import Page
 
 _CONNECT_LIMIT_S = 10.0
 _SILENCE_LIMIT_S = 40.0  # the page sends at least a heartbeat every 15 s
-_COLORS = dict(zip(PARTS, ("yellow", "blue", "magenta", "green", "red", "cyan", "bright_black"), strict=True))
+_COLORS = dict(zip(PARTS, ("yellow", "blue", "magenta", "green", "red", "cyan", "bright_black", "white"), strict=True))
 _STATES = {"training": "green", "done": "blue", "failed": "red", "failing": "red", "stopped": "red"}
 _WAIT = PARTS.index("wait")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -127,13 +127,11 @@ def _drift(one: Mapping[str, Any]) -> Panel:
 
 def _straggler(one: Mapping[str, Any]) -> Panel:
     since = time.strftime("%H:%M", time.localtime(one["since"]))
-    share = f", {100 * one['excess'][one['part']]:.0f} % of it {one['words']}" if one["words"] else ""
-    text = (
-        f"rank {one['rank']} on {one['host']} is {one['slowdown']:.2f}× slower than {one['than']} since {since}{share}"
-    )
+    text = f"{one['claim']} since {since}" + (f", {one['cause']}" if one["cause"] else "")
     if "line" in one:
         file, number, function, code = one["line"]["own"]
         text += f"\n{file}:{number} in {function}: {code}"
+    text += f"\ntry first: {one['advice']}"
     return Panel(Text(text, style="bold"), border_style="yellow", title="straggler", title_align="left")
 
 

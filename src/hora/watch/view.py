@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hora.telemetry import PARTS, Sample
-from hora.watch.lateness import Verdict, added, lateness
+from hora.watch.lateness import Episode, added, lateness
 from hora.watch.model import Event, Line, RankState, Run
 
 _RECENT_S = 15.0
@@ -54,8 +54,8 @@ def head(run: Run) -> dict[str, Any]:
     recent = {rank: added(samples) for rank, samples in run.recent(_RECENT_S).items()}
     recent = {rank: sample for rank, sample in recent.items() if sample.num_steps}
     step_s = statistics.median(s.step_s / s.num_steps for s in recent.values()) if recent else 0.0
-    slow = [verdict for verdict in run.verdicts if verdict.until is None]
-    over = [verdict for verdict in run.verdicts if verdict.until is not None]
+    slow = [episode for episode in run.episodes if episode.until is None]
+    over = [episode for episode in run.episodes if episode.until is not None]
     return {
         "now": run.now,
         "state": kind,
@@ -71,8 +71,11 @@ def head(run: Run) -> dict[str, Any]:
         "size": len(run.places),
         "worlds": list(run.worlds),
         "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
-        "stragglers": [_verdict(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)],
-        "past": [_verdict(one) for one in sorted(over, key=_cost_s, reverse=True)[:_MAX_PAST]],
+        "stragglers": [describe_episode(one) for one in sorted(slow, key=lambda one: -one.finding.slowdown)],
+        "past": [
+            describe_episode(one)
+            for one in sorted(over, key=lambda one: cost_s(one, run.now), reverse=True)[:_MAX_PAST]
+        ],
         "drifts": [{"at": round(one.at), "text": one.text} for one in run.drifts],
         "pending": [op._replace(waited_s=round(op.waited_s, 1))._asdict() for op in run.pending()],
         "hosts": {name: _host(run, name, step_s) for name in sorted({place.host for place in run.places.values()})},
@@ -120,24 +123,27 @@ def stacks(run: Run) -> dict[str, Any]:
     return {"stacks": run.stacks, "profiles": run.profiles}
 
 
-def _cost_s(verdict: Verdict) -> float:
+def cost_s(episode: Episode, now: float) -> float:
     """Return the time that others have waited for a rank."""
-    return verdict.finding.lateness * ((verdict.until or 0.0) - verdict.finding.since)
+    until = now if episode.until is None else episode.until
+    return episode.finding.lateness * (until - episode.finding.since)
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    straggler, line = verdict.finding, verdict.line
+def describe_episode(episode: Episode) -> dict[str, Any]:
+    straggler, line = episode.finding, episode.line
     facts: dict[str, Any] = {
-        "rank": verdict.rank,
-        "host": verdict.host,
+        "rank": episode.rank,
+        "host": episode.host,
         "slowdown": round(straggler.slowdown, 2),
-        "than": verdict.than,
+        "than": episode.than,
         "late": round(100 * straggler.lateness),
-        "since": round(straggler.since),
-        "until": None if verdict.until is None else round(verdict.until),
+        "since": None if math.isnan(straggler.since) else round(straggler.since),
+        "until": None if episode.until is None else round(episode.until),
         "excess": {part: round(share, 2) for part, share in straggler.excess.items()},
         "part": straggler.main_part,
-        "words": verdict.part_words,
+        "claim": episode.claim,
+        "cause": episode.cause,
+        "advice": episode.advice,
     }
     if line is not None:
         facts["line"] = {

@@ -238,7 +238,8 @@ class _Run:
             "early_stopping": stopping.state_dict() if stopping is not None else None,
             "history": self.history.records,
         }
-        self.checkpoints.save(state)
+        with meter.checkpointing():
+            self.checkpoints.save(state)
         meter.commit(f"checkpoint of epoch {epoch}" + (f", step {step}" if step else ""))
 
     def _rows_done(self) -> int:

@@ -115,9 +115,10 @@ class State:
 
         If the job is to end, all ranks exit here: SystemExit with status 75, "start it again".
         """
-        self.save()
-        self._num_commits += 1
-        self._write_down()
+        with meter.checkpointing():
+            self.save()
+            self._num_commits += 1
+            self._write_down()
         if self._rank() == 0:
             meter.commit(f"commit at step {meter.num_steps}", flush=self.flush)
         self.check_host_updates()

@@ -196,7 +196,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._start_over()
         if self._step.reduced:
             self._step_left_out()
-        self._step = StepState(dict(self._resumed_passes), backward_began=time.perf_counter())
+        self._step = StepState(
+            dict(self._resumed_passes), backward_began=time.perf_counter(), blocked_s=meter.blocked_s
+        )
         self._resumed_passes = {}
         watcher = None if self._watcher is None else self._watcher()
         if watcher is not None:
@@ -304,9 +306,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         step, reducer = self._step, self._reducer
         if step.backward_began:
             now = time.perf_counter()
-            backward_ended = step.last_arrival or now
-            meter.backward_s += backward_ended - step.backward_began
-            meter.between_s += now - backward_ended
+            meter.backward_done(step.backward_began, step.last_arrival or now, now, step.blocked_s)
         if step.held_back:
             held_back, step.held_back = step.held_back, []
             self._check_finite(held_back)

@@ -22,6 +22,7 @@ class StepState:
     held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but checked first (`finite`)
     hooked_later: list[torch.Tensor] = field(default_factory=list)  # complete once the user's own hooks have run
     backward_began: float = 0.0  # 0.0: no gradient yet
+    blocked_s: float = 0.0  # the meter's total when backward began
     last_arrival: float = 0.0  # when the latest gradient became complete
     reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
     synchronized: bool = False  # reduced by the user's synchronize(), after which step() warns

@@ -1,8 +1,8 @@
 // The page of one job: gets everything once, then what changes, and puts it into the document as text, never as HTML.
 "use strict";
 const $ = (id) => document.getElementById(id);
-const PARTS = ["data", "forward", "backward", "between", "wait", "reduce", "optimizer"], WAIT = PARTS.indexOf("wait");
-const PART_NAMES = { data: "waiting for data", forward: "forward and the script", backward: "backward", between: "between backward and step", wait: "waiting for other ranks", reduce: "reduction not hidden", optimizer: "optimizer" };
+const PARTS = ["data", "forward", "backward", "between", "wait", "reduce", "optimizer", "checkpoint"], WAIT = PARTS.indexOf("wait");
+const PART_NAMES = { data: "waiting for data", forward: "forward and the script", backward: "backward", between: "between backward and step", wait: "waiting for other ranks", reduce: "reduction not hidden", optimizer: "optimizer", checkpoint: "checkpoint" };
 const run = { facts: {}, head: null, columns: null, events: [], lines: [], stacks: { stacks: {}, profiles: {} }, may: [], live: true };
 let metric = null, connected = false, dirty = new Set();
 
@@ -349,9 +349,9 @@ function showAlerts() {
   for (const s of verdicts().slice(0, 2)) {
     const past = s.until !== null, frames = s.line ? s.line.frames : past ? null : mainFrames(s.rank), percent = (x) => `${Math.round(100 * x)}\u00a0%`;
     const note = !s.line ? `rank ${s.rank} was here when last asked` : `rank ${s.rank} ${past ? "was" : "is"} here in ${percent(s.line.share)} of its time` + (s.line.other === null ? "" : `, rank ${s.line.other} in ${percent(s.line.usual)}`);
-    const share = s.words ? `, ${percent(s.excess[s.part])} of it ${s.words}` : "", when = past ? `from ${clock(s.since)} to ${clock(s.until)}` : `since ${clock(s.since, false)}`;
+    const share = s.cause && `, ${s.cause}`, when = past ? `from ${clock(s.since)} to ${clock(s.until)}` : `since ${clock(s.since, false)}`;
     const others = run.head.size === 2 ? ["The other rank", "s"] : ["The others", ""];
-    cards.push(alertCard("", `rank ${s.rank} on ${s.host} ${past ? "was" : "is"} ${s.slowdown.toFixed(2)}× slower than ${s.than} ${when}${share}`, `${others[0]} wait${past ? "ed" : others[1]} for it for ${s.late}\u00a0% of every step.`, s.excess, frames ? [note, frames] : null));
+    cards.push(alertCard("", `${s.claim} ${when}${share}`, `${others[0]} wait${past ? "ed" : others[1]} for it for ${s.late}\u00a0% of every step. Try first: ${s.advice}.`, s.excess, frames ? [note, frames] : null));
   }
   if (now.state === "failed" && now.why) cards.push(alertCard("bad", now.why.split("\n")[0].slice(0, 200), now.why.split("\n").slice(1, 9).join("\n"), null, null));
   const key = JSON.stringify([verdicts(), now.drifts, now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
