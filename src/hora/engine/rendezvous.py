@@ -40,7 +40,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore, grouped
 from hora.net.keys import RankKeys, read_secret_file, world_secret
-from hora.net.sockets import interface_address, listening_address
+from hora.net.sockets import interface_address, listening_address, source_address
 from hora.net.wire import Credentials, derived_secret
 from hora.platforms.detect import master_address, user_secret_file
 from hora.world import RendezvousEndpoint, World
@@ -313,6 +313,33 @@ def world_of_store(store: Store, rank: int, size: int, *, config: EngineConfig, 
         launcher="torch",
         rendezvous=point,
     )
+
+
+class MeetingPlace:
+    """A store of this process at which others meet it, with the handle by which they reach it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        secret, job, towards = secrets.token_bytes(32), secrets.token_hex(16), master_address() or "127.0.0.1"
+        address = interface_address([config.interface]) if config.interface else source_address(towards)
+        self._store = KeyValueStore((address, 0), _credentials(secret, job), name="hora-meeting")
+        self.handle = json.dumps([time.time(), address, self._store.port, job, secret.hex()])
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def open_meeting(handle: str, name: str, *, limit_s: float) -> tuple[Store, Callable[[], None]]:
+    """Return a part of the store that a handle names, and a function that leaves it."""
+    _, address, port, job, secret = json.loads(handle)
+    point = RendezvousEndpoint(kind="tcp", address=address, port=port, job=job)
+    credentials = _credentials(bytes.fromhex(secret), job)
+    client = ControlClient.connect(point, name=name, timeout_s=limit_s, credentials=credentials)
+    return ControlStore(client, prefix=name, timeout_s=limit_s), client.close
+
+
+def age(handle: str) -> float:
+    """Return when the process of this handle opened its meeting place."""
+    return float(json.loads(handle)[0])
 
 
 def _store_of_this_time(store: Store, size: int) -> Store:

@@ -52,6 +52,29 @@ class HoraBackend(_BASE):
     def supports_tensor_alloc(self, device: object) -> bool:
         return False
 
+    def rank(self) -> int:
+        return self._endpoint.getRank()
+
+    def size(self) -> int:
+        return self._endpoint.getSize()
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return bool(getattr(self._endpoint, "supports_reconfigure", False))
+
+    def get_reconfigure_handle(self) -> str:
+        handle: str = self._endpoint.get_reconfigure_handle()  # type: ignore[attr-defined]
+        return handle
+
+    def reconfigure(self, opts: Any) -> Any:
+        return self._endpoint.reconfigure(opts)  # type: ignore[attr-defined]
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        self._endpoint.register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._endpoint.unregister_abort_hook(hook_id)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._endpoint.set_timeout(timeout)
 

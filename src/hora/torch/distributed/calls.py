@@ -45,6 +45,7 @@ class Calls:
     """This rank's calls of a group, numbered in call order."""
 
     _has_timed_out = False
+    lacks_members = ""  # why the group has no members at present, if it has none
 
     def __init__(self, rank: int, size: int, runtime: Runtime, queue: OperationQueue, timeout: timedelta) -> None:
         self._limit_s = timeout.total_seconds()
@@ -52,6 +53,7 @@ class Calls:
         self._token = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what a barrier reduces, or sends
         self._num_calls = 0
         self._labels: dict[str, str] = {}
+        self.abort_hooks: dict[int, Callable[[], object]] = {}
         self.enter(rank, size, runtime, queue)
 
     def enter(self, rank: int, size: int, runtime: Runtime, queue: OperationQueue) -> None:
@@ -80,6 +82,11 @@ class Calls:
     def limit_s(self) -> float:
         """The group's timeout."""
         return self._limit_s
+
+    def run_abort_hooks(self) -> None:
+        """Tell the program that pending calls are about to be abandoned."""
+        for hook in list(self.abort_hooks.values()):
+            hook()
 
     def member_of(self, rank: int) -> int:
         return self._ranks.index(rank)
@@ -123,6 +130,7 @@ class Calls:
             raise HorovodInternalError(f"{text}You may wait for it again")
         text += "This process group cannot be used any more"
         self._has_timed_out = True
+        self.run_abort_hooks()
         self._queue.abandon(text)
 
     def go_on_now(self) -> None:
@@ -181,6 +189,8 @@ class Calls:
 
     def _check_here(self) -> None:
         self._num_calls += 1
+        if self.lacks_members:
+            raise HorovodInternalError(f"the process group {self._name!r} has no members: {self.lacks_members}")
         if not self._runtime.is_current:
             raise HorovodInternalError(
                 f"the process group {self._name!r} of rank {self._own_rank} cannot be used here: it was "

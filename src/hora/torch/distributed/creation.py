@@ -27,6 +27,7 @@ from hora.torch.distributed.backend import HoraBackend
 from hora.torch.distributed.endpoint import Endpoint
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.distributed.live import remember
+from hora.torch.distributed.reconfigure import alone as a_world_alone
 from hora.torch.distributed.shape import HAS_BACKENDS
 from hora.torch.untraced import leave_untraced
 from hora.world import World
@@ -41,6 +42,8 @@ def create(options: Any, backend_options: Any, *, hooked: bool) -> HoraProcessGr
     alone = _is_alone(sys._getframe(2).f_locals.get("backend_config"))
     leave_untraced()
     ranks, timeout = list(options.global_ranks_in_group), options.timeout
+    if getattr(options, "enable_reconfigure", False):
+        return _make_unconnected(options, timeout, alone=alone)
     place = options.group_id, options.store, options.group_rank, options.group_size, timeout, ranks
     return _make_group(hooked, *place) if alone else HoraBackend(_make_endpoint(*place))
 
@@ -53,6 +56,22 @@ def _make_group(
     group = HoraProcessGroup(store, rank, size, *entered, partial(_make_group, hooked))
     group.attach(name, watched=hooked)
     return _begin(group, name, global_ranks)
+
+
+def _make_unconnected(options: Any, timeout: timedelta, *, alone: bool) -> HoraProcessGroup:
+    """Return a group without members, until the program calls `reconfigure`."""
+    if list(options.global_ranks_in_group) or not alone or engine.is_initialized():
+        raise ValueError(
+            "enable_reconfigure=True needs the default group, with this backend alone, in a process that has not "
+            "called hvd.init(): the members of its engine are those of the group"
+        )
+    engine.init(world=a_world_alone())
+    runtime = engine.current_runtime()
+    queue = runtime.sets.add_group([0], options.group_id, limit_s=timeout.total_seconds())
+    group = HoraProcessGroup(options.store, 0, 1, runtime, queue, timeout, _end_engine, partial(_make_group, False))
+    group.attach(options.group_id, watched=False)
+    group.start_unconnected(options.group_rank, options.group_size)
+    return group
 
 
 def _make_endpoint(

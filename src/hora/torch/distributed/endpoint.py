@@ -79,6 +79,15 @@ class Endpoint(Collectives):
             return c10d.ErrorType.COMM_ERROR
         return c10d.ErrorType.TIMEOUT if self._has_timed_out else c10d.ErrorType.SUCCESS
 
+    supports_abort_hooks = True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Call this function before calls in flight are abandoned, by `abort` or a timeout."""
+        self.abort_hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self.abort_hooks.pop(hook_id, None)
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether torch may ask for memory here: it may not."""
         return False
@@ -153,5 +162,6 @@ class Endpoint(Collectives):
 
     def abort(self) -> None:
         """Fail all operations in flight in this group, on this rank."""
+        self.run_abort_hooks()
         self._queue.abandon(f"{self._label('process group')} was aborted by rank {self._own_rank}")
         self.shutdown()

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from hora.torch.distributed.backend import HoraBackend, wrapped_for_debugging
-from hora.torch.distributed.endpoint import Endpoint
 from hora.torch.distributed.observed import Observed
+from hora.torch.distributed.reconfigure import Reconfigurable
 from hora.torch.distributed.shape import HAS_BACKENDS
 
 _BASE: Any = dist.ProcessGroup
 
 
-class HoraProcessGroup(Observed, Endpoint, _BASE):
+class HoraProcessGroup(Reconfigurable, Observed, _BASE):
     """This rank's end of a process group."""
 
     def __init__(self, store: Any, rank: int, size: int, *others: Any) -> None:

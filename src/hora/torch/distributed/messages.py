@@ -42,6 +42,8 @@ class SendRecv(Calls):
         return move(self._ranks[member], self._queue.process_set_id, tag, kind, tensor.data_ptr(), tensor.nbytes)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        if self.lacks_members:
+            self._check_here()
         tell_autograd(tensors[0])
         others = [rank for member, rank in enumerate(self._ranks) if member != self._rank]
         return self._receive(tensors, others, tag)
@@ -77,6 +79,8 @@ class SendRecv(Calls):
         return Work(tensors, [message], self, self._limit_s)
 
     def _check_peer(self, what: str, member: int) -> None:
+        if self.lacks_members:
+            self._check_here()
         if not 0 <= member < self._size or member == self._rank:
             raise ValueError(
                 f"rank {self._own_rank}: the {what} must be another member of the group, 0 to "
