@@ -3,7 +3,8 @@
     hora run -np 4 --min-np 2 python protected_training.py PLAN FOLDER
 
 A plan names a recipe and deaths: worker, step, and phase: in `forward`, in the backward pass when the n-th parameter's
-gradient is complete (`gradient n`), between backward and step (`reduced`), after the step (`stepped`).
+gradient is complete (`gradient n`), between backward and step (`reduced`), after the step (`stepped`), or where the
+others gather numbers before the forward pass (`gather`).
 """
 
 from __future__ import annotations
@@ -134,6 +135,10 @@ def train(plan: dict[str, Any], folder: Path) -> None:
             next(networks[0].children()).register_forward_hook(die)
         if phase.startswith("gradient"):
             [*networks[0].parameters()][int(phase.split()[1])].register_post_accumulate_grad_hook(die)
+        if phase == "gather":
+            die()
+        if recipe.name == "views":
+            gather(step)
         losses = [recipe.losses(called, recipe.rows(worker, step, index)) for index in range(recipe.passes)]
         for number, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
@@ -159,6 +164,19 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     found = result_of(networks, optimizers) | {"grads": kept, "size": dist.get_world_size()}
     torch.save(found, folder / f"{worker}.pt")
     dist.destroy_process_group()
+
+
+def gather(step: int) -> None:
+    """Gather a number of every rank: the places of ranks that die meanwhile have zeros."""
+    import torch.distributed as dist
+
+    before = torch.full((dist.get_world_size(),), -1.0)
+    if step % 2:
+        dist.all_gather_into_tensor(before, torch.ones(1))
+    else:
+        dist.all_gather(list(before.view(-1, 1).unbind()), torch.ones(1))
+    now = dist.get_world_size()
+    assert before.tolist() == [1.0] * now + [0.0] * (len(before) - now), before
 
 
 def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dict[str, Any]:

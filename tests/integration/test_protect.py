@@ -64,7 +64,7 @@ def test_trainings_of_every_kind_lose_no_step(tmp_path: Path, recipe: str):
 
 
 def test_two_ranks_that_die_at_once_and_one_that_is_left_alone(tmp_path: Path):
-    deaths = [death(0, 4, "gradient 2"), death(2, 4, "forward"), death(1, 7, "reduced")]
+    deaths = [death(0, 4, "gradient 2"), death(2, 4, "gather"), death(1, 7, "gather")]
     run_and_replay(tmp_path, {"recipe": "views", "steps": 9, "deaths": deaths}, 4)
 
 
