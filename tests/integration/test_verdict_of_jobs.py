@@ -76,3 +76,11 @@ def test_a_job_that_nobody_watches_has_no_verdict(tmp_path):
     assert code == 0, errors
     assert "done after" not in errors
     assert not (tmp_path / "verdict.json").exists()
+
+
+def test_the_demo_of_faults_ends_with_its_verdict(tmp_path):
+    command = [sys.executable, "-m", "hora", "demo", "faults", "-np", "2", "--no-browser", "--steps", "100"]
+    code, _, errors = run_command(*command, cwd=tmp_path)
+    assert code == 0, errors
+    assert "hora: hora demo faults: done after" in errors
+    assert json.loads((tmp_path / "verdict.json").read_text())["num_steps"] == 100

@@ -135,8 +135,13 @@ class Meter:
         The time in which this rank only waited for others belongs to neither of them. It is taken from the time after
         backward first, where scripts average their losses.
         """
-        blocked_s = self.blocked_s - blocked_s
-        between_s = max(now - ended - blocked_s, 0.0)
+        blocked_s = self.wait_s + self.reduce_s - blocked_s
+        between_s = now - ended
+        if blocked_s <= 0.0:
+            self.between_s += between_s
+            self.backward_s += ended - began
+            return
+        between_s = max(between_s - blocked_s, 0.0)
         self.between_s += between_s
         self.backward_s += max(now - began - blocked_s - between_s, 0.0)
 

@@ -71,7 +71,7 @@ class Dashboard:
         self._job = job
         self._reports = reports
         self._recorder = Recorder(record, facts)
-        self._verdict_folder = Path(record or ".").absolute().parent if verdict else None
+        self._verdict_folder = Path(record or "verdict.json").parent if verdict else None
         self._output = _Output()
         self._run = Run(facts)
         self._asked_stacks_at = 0.0

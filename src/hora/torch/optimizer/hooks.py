@@ -197,7 +197,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._step.reduced:
             self._step_left_out()
         self._step = StepState(
-            dict(self._resumed_passes), backward_began=time.perf_counter(), blocked_s=meter.blocked_s
+            dict(self._resumed_passes), backward_began=time.perf_counter(), blocked_s=meter.wait_s + meter.reduce_s
         )
         self._resumed_passes = {}
         watcher = None if self._watcher is None else self._watcher()
