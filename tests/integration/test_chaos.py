@@ -43,6 +43,13 @@ def test_chaos_on_three_hosts(tmp_path: Path):
 
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nsenter"), reason="needs root and nsenter")
+def test_chaos_on_three_hosts_whose_launcher_is_started_again(tmp_path: Path):
+    with chaos_on_hosts(tmp_path, seed=1, restarts=True, per_step=True) as chaos:
+        chaos.run(12)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nsenter"), reason="needs root and nsenter")
 @pytest.mark.skipif(not shutil.which("etcd") or not shutil.which("etcdctl"), reason="needs etcd-server and etcd-client")
 def test_chaos_on_three_hosts_that_may_all_lead(tmp_path: Path):
     with chaos_on_hosts(tmp_path, seed=1, store=True, per_step=True) as chaos:
