@@ -447,6 +447,13 @@ def test_datasets_are_split_among_the_ranks(settings):
         executor.run(asks_for, datasets=both)
 
 
+def test_a_dataset_without_a_core_for_it_is_an_error(settings):
+    with RayExecutor(settings, num_workers=4) as executor:
+        executor.start()
+        with pytest.raises(ValueError, match=r"needs a core that no worker holds, but 4 workers"):
+            executor.run(asks_for, args=[None], datasets=ray.data.range(8))
+
+
 def group_of_worker():
     return ray.util.get_current_placement_group().id.hex(), os.environ["FROM"], os.environ["MORE"]
 

@@ -52,6 +52,18 @@ def named(datasets: Any) -> dict[str, Any]:
     return found
 
 
+def check_free_cores(num_workers: int, cpus_per_worker: float) -> None:
+    """Raise ValueError if the workers hold all cores of the cluster: Ray Data, which needs one, would wait for ever."""
+    import ray
+
+    total = ray.cluster_resources().get("CPU", 0.0)
+    if total - num_workers * cpus_per_worker < 1:
+        raise ValueError(
+            f"Ray Data needs a core that no worker holds, but {num_workers} workers with cpus_per_worker="
+            f"{cpus_per_worker} hold all {total:g} of the cluster: use fewer of them, or a larger cluster"
+        )
+
+
 def split(datasets: Mapping[str, Any], nodes: Sequence[str]) -> list[dict[str, Any]]:
     """Return the shards of each rank. `nodes`: of the ranks, to which Ray sends the blocks that lie there already.
 

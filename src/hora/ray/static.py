@@ -21,7 +21,7 @@ from hora.errors import HorovodInternalError, JobFailedError
 from hora.launch.job import STOPPED
 from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
 from hora.ray.coordinator import Coordinator
-from hora.ray.datasets import split
+from hora.ray.datasets import check_free_cores, split
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 # Grace periods for the others to end: after a rank has raised, and after they were notified of the loss.
@@ -127,6 +127,8 @@ class StaticAdapter(Adapter):
     ) -> list[Any]:
         workers = self._living()
         assert self.strategy is not None
+        if datasets:
+            check_free_cores(len(workers), self.params.cpus_per_worker)
         shards = split(datasets, [place.node for place in self.strategy.places]) if datasets else []
         for worker in workers if queue is not None else ():
             worker.set_queue.remote(queue)
