@@ -154,3 +154,22 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
         assert "use Embedding(sparse=False)" in sparse
         assert all("give it the default group" in text for text in part)
     assert [len(found) for found in results] == [9, 8]
+
+
+def test_a_newcomer_takes_the_place_of_a_dead_rank_between_two_steps(tmp_path: Path):
+    command = [sys.executable, str(_SCRIPT.with_name("growing_training.py")), str(tmp_path)]
+    options = ["-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "1", "2"]
+    status, output, errors = run_command("hora", "run", *options, *command)
+    assert status == 0, output + errors
+    first, second, newcomer = (torch.load(tmp_path / f"{worker}.pt") for worker in (0, 2, 3))
+    assert first["steps"] == second["steps"]
+    assert newcomer["steps"] == first["steps"][-len(newcomer["steps"]) :], "it came in between two steps of the others"
+    assert {size for _, size in first["steps"]} == {2, 3}
+    assert {size for _, size in newcomer["steps"]} == {3}
+    for other in (second, newcomer):
+        assert other["rate"] == first["rate"]
+        for what in ("parameters", "optimizer"):
+            assert all(map(torch.equal, other[what], first[what])), what
+    rows = [row for one in (first, second, newcomer) for row in one["seen"]]
+    assert set(rows) == {*map(float, range(94))}, "the last epoch was divided among all three"
+    assert len(rows) == 96, "with as few repetitions as equal numbers need"

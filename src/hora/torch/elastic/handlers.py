@@ -42,10 +42,14 @@ class ElasticSampler(Sampler[int]):
         self.processed_num = 0
         self.num_replicas = 1
         self.rank = 0
+        self._skipped = 0  # of this rank's rows: those before a newcomer's first one
+        self._agreed: tuple[int, int, int] | None = None
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch with all samples remaining. Call it at the end of an epoch."""
+        """Begin another epoch with all samples remaining. Call it at the end of an epoch, or at its beginning."""
+        if epoch == self.epoch and self._skipped:
+            return  # a newcomer has joined in the middle of it
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -71,6 +75,23 @@ class ElasticSampler(Sampler[int]):
         world = engine.current_world()
         if world is not None:
             self.num_replicas, self.rank = world.size, world.rank
+        if self._agreed is not None and self._agreed[0] == self.epoch:
+            _, self.num_replicas, self.rank = self._agreed
+        self._divide(0)
+
+    def agree(self, epoch: int, num_replicas: int, rank: int) -> None:
+        """Divide a coming epoch among so many ranks, as others have done it already; this one has the share `rank`."""
+        self._agreed = epoch, num_replicas, rank
+
+    def resume(self, epoch: int, num_replicas: int, rank: int, skipped: int) -> None:
+        """Continue an epoch that others have begun, with one of their shares, after so many of its rows."""
+        self.epoch, self.num_replicas, self.rank = epoch, num_replicas, rank
+        self.agree(epoch, num_replicas, rank)
+        self.processed_num = 0
+        self._divide(skipped)
+
+    def _divide(self, skipped: int) -> None:
+        self._skipped = skipped
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -80,10 +101,11 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Every rank gets the same number of samples: the first ones are repeated as needed.
-        return islice(cycle(self.remaining_indices), self.rank, self.total_size, self.num_replicas)
+        begin = self.rank + self._skipped * self.num_replicas
+        return islice(cycle(self.remaining_indices), begin, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.num_samples - self._skipped
 
 
 class StateHandler:

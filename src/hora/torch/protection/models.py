@@ -29,6 +29,7 @@ class ProtectedModel:
 
     def __init__(self, model: DistributedDataParallel, protection: Protection, on_begin: Callable[[], None]) -> None:
         self.model, self._protection, self._on_begin = model, protection, on_begin
+        self.on_rows: Callable[[int], object] = int  # told the number of rows of each of these passes, too
         self.num_passes = 0
         self._means: dict[tuple[int, int], torch.Tensor] = {}  # by bucket and size
         self._waiting: list[tuple[Call, Future[torch.Tensor]]] = []
@@ -38,16 +39,19 @@ class ProtectedModel:
         """Attach to the model."""
         # DDP compares the annotations of a hook with its classes, not with their names.
         self.model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
-        self.model.register_forward_pre_hook(self._before_forward)
+        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     @property
     def has_final_buckets(self) -> bool:
         """Return whether the buckets of the next pass are those of all later ones."""
         return self.num_passes >= _FIRST_WITH_FINAL_BUCKETS - 1
 
-    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, model: torch.nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
+            tensors = (value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor) and value.dim())
+            first = next(tensors, None)
             self._on_begin()
+            self.on_rows(0 if first is None else first.shape[0])
             self.num_passes += 1
 
     def _reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hora import engine
 from hora.platforms.detect import detect_world
 from hora.torch.distributed.group import HoraProcessGroup
+from hora.torch.elastic.handlers import ElasticSampler
 from hora.torch.elastic.state import notification_manager
 from hora.torch.protection.calls import Call
 from hora.torch.protection.guard import Guard
@@ -61,7 +62,7 @@ def protect(
             "hora.elastic.protect was called twice in this process: call it once, with lists of all models and "
             "optimizers: protect([first, second], [optimizer_1, optimizer_2])"
         )
-    belongings = Belongings(models, optimizers, _with_state(scheduler, "scheduler"), _with_state(sampler, "sampler"))
+    belongings = Belongings(models, optimizers, _with_state(scheduler), _checked_samplers(sampler))
     loop = _ProtectedLoop(models, optimizers, belongings)
     loop.begin()
     _active.append(loop)
@@ -79,9 +80,10 @@ class _ProtectedLoop:
         group: Any = models[0].process_group
         self._group: HoraProcessGroup = group
         digest = digest_of(models, optimizers)
-        self._protection = Protection(self._group, digest, self._teach, self._learn)
+        self._protection = Protection(self._group, digest, self._teach, self._learn, belongings.samplers)
         self._guard = Guard(self._group, self._protection)
         self._models = [ProtectedModel(model, self._protection, self._begin_pass) for model in models]
+        self._models[0].on_rows = belongings.use
         self._optimizers, self._belongings = optimizers, belongings
         self._waiting_for = set[torch.optim.Optimizer]()  # optimizers that step before this step is over
 
@@ -119,7 +121,7 @@ class _ProtectedLoop:
         self._belongings.exchange(among, self._models, root=0)
 
     def _learn(self, among: HoraProcessGroup) -> None:
-        self._belongings.exchange(among, self._models, root=0)
+        self._protection.consumed = self._belongings.exchange(among, self._models, root=0)
         self._waiting_for = set()
 
     def end(self) -> None:
@@ -146,16 +148,24 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _with_state(value: Any, what: str) -> list[Any]:
-    values = _listed(value)
-    for one in values:
+def _with_state(scheduler: Any) -> list[Any]:
+    for one in _listed(scheduler):
         if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
-            hint = "; use hora.elastic.ElasticSampler, which has a position" if what == "sampler" else ""
             raise ValueError(
-                f"hora.elastic.protect: the {what} must have state_dict and load_state_dict, by which newcomers get "
-                f"its state, but it is a {type(one).__name__}{hint}"
+                "hora.elastic.protect: the scheduler must have state_dict and load_state_dict, by which newcomers get "
+                f"its state, but it is a {type(one).__name__}"
             )
-    return values
+    return _listed(scheduler)
+
+
+def _checked_samplers(sampler: Any) -> list[ElasticSampler]:
+    for one in _listed(sampler):
+        if not isinstance(one, ElasticSampler):
+            raise ValueError(
+                "hora.elastic.protect: the sampler must be a hora.elastic.ElasticSampler, which newcomers can enter "
+                f"in the middle of an epoch, but it is a {type(one).__name__}: use ElasticSampler(dataset)"
+            )
+    return _listed(sampler)
 
 
 def _checked_models(models: Sequence[Any]) -> list[DistributedDataParallel]:

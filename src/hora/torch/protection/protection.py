@@ -18,10 +18,11 @@ from hora.errors import HorovodInternalError
 from hora.torch.basics import restart
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.distributed.live import carry, carry_all, name_of, rename
+from hora.torch.elastic.handlers import ElasticSampler
 from hora.torch.elastic.state import HostUpdateResult, notification_manager
 from hora.torch.protection.calls import Call, CallLog
 from hora.torch.protection.parcels import send
-from hora.torch.protection.settlement import Report, Settlement, settle
+from hora.torch.protection.settlement import Report, Settlement, settle, shares
 
 log = logging.getLogger("hora")
 
@@ -38,11 +39,14 @@ class Protection:
         digest: str,
         teach: Callable[[HoraProcessGroup], None],
         learn: Callable[[HoraProcessGroup], None],
+        samplers: Sequence[ElasticSampler] = (),
     ) -> None:
         self.group = group
         self.log = CallLog()
         self.boundary = -1
+        self.consumed: list[int] = []  # in a newcomer: the rows of each sampler's epoch that the others have used
         self._digest, self._teach, self._learn = digest, teach, learn
+        self._samplers, self._share = samplers, group.rank()
         self._is_member = not engine.is_newcomer()
         self._wishes = 0  # of the launcher: flags of `HostUpdateResult`
 
@@ -145,13 +149,21 @@ class Protection:
         if not self._is_member and runtime.world.rank not in settlement.admitted:
             self._wait_for_the_next_world()
             return False
+        divisions = shares(reports, settlement)[runtime.world.rank]
         if self._is_member:
+            for sampler, division in zip(self._samplers, divisions, strict=True):
+                sampler.agree(*division)
             carry_all(runtime, limit_s=self.group.limit_s)
             self._copy_results(settlement)
         if settlement.admitted:
             self._admit(settlement, reports)
+            if not self._is_member:
+                self._is_member = True
+                for sampler, division, consumed in zip(self._samplers, divisions, self.consumed, strict=True):
+                    sampler.resume(*division, consumed)
         elif len(reports) > self.group.size():
             self._wishes |= HostUpdateResult.added  # newcomers wait for the end of this step
+        self._share = self.group.rank()
         for call in self.log.unfinished():
             self._begin(call)
         return True
@@ -173,6 +185,8 @@ class Protection:
             unfinished=tuple(call.number for call in self.log.unfinished()),
             kept=tuple(self.log.kept()),
             boundary=self.boundary,
+            share=self._share,
+            epochs=tuple((sampler.epoch, sampler.num_replicas, sampler.rank) for sampler in self._samplers),
         )
 
     def _check(self, reports: Sequence[Report]) -> None:
@@ -218,7 +232,6 @@ class Protection:
         elif not self._is_member:
             self._learn(self.group.among([settlement.teacher, *settlement.admitted]))
             self.log.next_number = self.boundary = teacher.boundary
-            self._is_member = True
 
     def _wait_for_the_next_world(self) -> None:
         """Wait in a newcomer until the members have completed their step, and end this world to admit it."""

@@ -29,6 +29,8 @@ class Report:
     unfinished: tuple[int, ...]  # calls that it has begun
     kept: tuple[int, ...]  # calls whose results it has
     boundary: int  # the number of its present step's first call; -1: newcomers cannot begin with this step
+    share: int = -1  # its rank in the world before
+    epochs: tuple[tuple[int, int, int], ...] = ()  # of each sampler: the epoch, its number of shares, and this one's
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -36,6 +38,7 @@ class Report:
     @classmethod
     def decode(cls, data: bytes) -> Report:
         fields: dict[str, Any] = json.loads(data)
+        fields["epochs"] = tuple(map(tuple, fields["epochs"]))
         return cls(**fields | {name: tuple(fields[name]) for name in ("unfinished", "kept")})
 
 
@@ -71,6 +74,24 @@ def settle(reports: Sequence[Report]) -> Settlement:
     digest = members[teacher].digest
     admitted = tuple(rank for rank in newcomers if reports[rank].digest == digest)
     return Settlement(copies=tuple(copies), repeated=tuple(repeated), admitted=admitted, teacher=teacher)
+
+
+def shares(reports: Sequence[Report], settlement: Settlement) -> dict[int, list[tuple[int, int, int]]]:
+    """Return for each rank, and each sampler, the epoch of the rank that is furthest, the number of its shares and this
+    rank's. Newcomers get the shares of the dead; without such, a share is trained on twice.
+    """
+    members = {rank: report for rank, report in enumerate(reports) if report.is_member}
+    found: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in (*members, *settlement.admitted)}
+    for sampler in range(len(next(iter(members.values())).epochs)):
+        epoch, num_shares, _ = max(report.epochs[sampler] for report in members.values())
+        for rank, report in members.items():
+            its_epoch, _, its_share = report.epochs[sampler]
+            found[rank].append((epoch, num_shares, its_share if its_epoch == epoch else report.share))
+        taken = {shares[sampler][2] for shares in found.values() if len(shares) > sampler}
+        free = [share for share in range(num_shares) if share not in taken] or [*range(num_shares)]
+        for index, rank in enumerate(settlement.admitted):
+            found[rank].append((epoch, num_shares, free[index % len(free)]))
+    return found
 
 
 def _has_finished(report: Report, call: int) -> bool:
