@@ -21,6 +21,7 @@ from hora.torch.protection.guard import Guard
 from hora.torch.protection.models import ProtectedModel, digest_of
 from hora.torch.protection.newcomers import Belongings
 from hora.torch.protection.protection import Protection
+from hora.torch.untraced import leave_untraced
 
 _ADVICE = "see docs/elastic.md"
 _active: list[_ProtectedLoop] = []
@@ -103,6 +104,7 @@ class _ProtectedLoop:
         group: Any = self._group
         group.shutdown = shutdown
         self._group.comparisons.models.clear()  # they count the group's calls, of which a newcomer has made fewer
+        leave_untraced()  # the hooks of a compiled model are no part of its graph
         for model in self._models:
             model.hook()
         self._guard.put_up()
