@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from unittest.mock import Mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.launch.agent.protocol import Exited
+from hora.launch.agent.protocol import MESSAGES, Exited, Join, Message, Quit, Start, Welcome
+from hora.launch.controller.agents import credentials
+from hora.launch.controller.launcher import AgentHandle, HostLauncher
 from hora.launch.job import WorkerSpec
-from hora.launch.providers.spark.driver import SparkStage, TaskAgent, TaskAgents
-from hora.launch.providers.spark.elastic import _ElasticLauncher
-from hora.launch.providers.spark.launcher import place_tasks
+from hora.launch.providers.spark.job import place_tasks
+from hora.launch.providers.spark.stage import SparkStage
+from hora.launch.providers.spark.tasks import SparkTasks, TaskAgent
 from hora.launch.slots import place_ranks, visible_gpus
+from hora.net.messages import pack, unpack
+from hora.net.session import ClientSession
+from hora.net.wire import Connection, connect
+from hora.version import version
 from waiting import wait_until
 
 
-def tasks_on(*hosts: str, gpus: Sequence[Sequence[str]] = ()) -> list[TaskAgent]:
+def tasks_on(*hosts: str, gpus: Sequence[Sequence[str]] = ()) -> list[AgentHandle]:
     given = gpus or [()] * len(hosts)
-    return [TaskAgent(f"{host}-{n}", task=n, host=host, gpus=given[n]) for n, host in enumerate(hosts)]
+    return [TaskAgent(f"{host}-{n}", number=n, host=host, gpus=given[n]) for n, host in enumerate(hosts)]
 
 
 def test_ranks_are_consecutive_within_a_host() -> None:
-    assert [(p.host, p.task) for p in place_tasks(tasks_on("b", "a", "b", "a"))] == [
+    assert [(p.host, p.number) for p in place_tasks(tasks_on("b", "a", "b", "a"))] == [
         ("b", 0),
         ("b", 2),
         ("a", 1),
@@ -51,37 +58,82 @@ def test_tasks_that_share_a_gpu_see_only_their_own() -> None:
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_every_task_gets_one_rank_and_task_0s_host_has_rank_0(hosts: list[str]) -> None:
     placed = place_tasks(tasks_on(*hosts))
-    assert sorted(p.task for p in placed) == list(range(len(hosts)))
-    assert placed[0].task == 0
-    assert all(p.host == hosts[p.task] for p in placed)
+    assert sorted(p.number for p in placed) == list(range(len(hosts)))
+    assert placed[0].number == 0
+    assert all(p.host == hosts[p.number] for p in placed)
 
 
-def test_a_task_has_arrived_when_its_connection_is_there() -> None:
+class Task:
+    """A task's agent, played by the test."""
+
+    def __init__(self, tasks: SparkTasks, number: int, host: str = "a") -> None:
+        def reach(limit_s: float) -> Connection:
+            return connect(("127.0.0.1", tasks.port), credentials(tasks.secret), timeout_s=limit_s)
+
+        self.session = ClientSession(reach(30), reach)
+        self.session.send(*pack(Join(number, host, 1, version(), [], ["7"])))
+
+    def answer(self) -> Message:
+        return unpack(MESSAGES, *self.session.receive(limit_s=30))
+
+
+@pytest.fixture
+def tasks() -> Iterator[SparkTasks]:
+    with SparkTasks(2, bind_address="127.0.0.1", address="127.0.0.1") as opened:
+        yield opened
+
+
+def test_a_task_has_arrived_when_it_has_joined(tasks: SparkTasks) -> None:
     """Rank 0's address is where its task connects from."""
-    with TaskAgents(1, bind_address="127.0.0.1", address="127.0.0.1") as driver:
-        agent = TaskAgent("a", task=0, host="a")
-        driver._nodes[0] = driver._arrived["a"] = agent  # admitted, and not welcome yet
-        assert driver.tasks() == []
-        assert driver.meet(1, lambda: False) is None
-        agent.peer = Mock(host="10.0.0.7")
-        arrived = driver.meet(1, lambda: False)
-        assert arrived is not None
-        assert [task.address for task in arrived] == ["10.0.0.7"]
-        del driver._nodes[0]
+    assert tasks.meet(1, lambda: False) is None
+    first = Task(tasks, 0)
+    assert isinstance(first.answer(), Welcome)
+    arrived = tasks.meet(1, lambda: True)
+    assert arrived is not None
+    assert [(one.address, one.number, one.host, one.gpus) for one in arrived] == [("127.0.0.1", 0, "a", ("7",))]
+    first.session.close()
 
 
-def test_the_end_of_a_lost_attempts_worker_fails_no_later_attempt() -> None:
-    lost, later = (TaskAgent(name, task=0, host="a") for name in ("a", "a-0"))
-    driver = Mock(agent=lambda name: {"a": lost, "a-0": later}[name], address="127.0.0.1")
-    driver.is_own.return_value = False
-    driver.reach = lambda host: driver.agent(host.hostname)
-    launcher, ends = _ElasticLauncher(driver, Mock(bind_gpus=False, python=None)), SimpleQueue[Exited]()
-    spec = WorkerSpec(worker=3, slot=place_ranks(["a"])[0], argv=("", "-m", "x"), env={}, private_files={})
-    launcher.start([spec], Mock(exited=ends.put))
-    lost.lost(255)  # the later attempt has joined already
-    assert ends.get(timeout=30).code == 137
-    wait_until("its own task was failed", lambda: lost.dismissed)
-    assert not later.dismissed
+def test_a_task_that_spark_repeats_after_the_start_ends_at_once(tasks: SparkTasks) -> None:
+    first = Task(tasks, 0)
+    assert tasks.meet(1, lambda: True) is not None
+    late = Task(tasks, 1)
+    assert late.answer() == Quit(0)
+    first.session.close()
+
+
+def test_a_speculative_copy_waits_for_the_first_attempt(tasks: SparkTasks) -> None:
+    first = Task(tasks, 0)
+    assert isinstance(first.answer(), Welcome)
+    copy = Task(tasks, 0)
+    with pytest.raises(TimeoutError):
+        copy.session.receive(limit_s=0.2)
+    first.session.close()
+    assert isinstance(copy.answer(), Welcome)
+    copy.session.close()
+
+
+def test_a_failed_worker_fails_its_task_and_no_later_attempt_of_it() -> None:
+    with SparkTasks(1, bind_address="127.0.0.1", address="127.0.0.1", least=1) as tasks:
+        first = Task(tasks, 0)
+        assert isinstance(first.answer(), Welcome)
+        (lost,) = tasks.meet(1, lambda: True) or []
+        ends = SimpleQueue[Exited]()
+        launcher = HostLauncher(agents=tasks.agents, route=lambda spec: (lost.name, spec), ended=tasks.worker_ended)
+        spec = WorkerSpec(worker=3, slot=place_ranks(["a"])[0], argv=("python", "-m", "x"), env={}, private_files={})
+        launcher.start([spec], Mock(exited=ends.put))
+        assert isinstance(first.answer(), Start)
+        first.session.close()
+        ended = ends.get(timeout=30)
+        assert (ended.code, ended.reason[:23]) == (137, "its Spark task (0) ende")
+        later = Task(tasks, 0)
+        assert isinstance(later.answer(), Welcome)
+        wait_until("the next attempt has come", tasks.agents.connected)
+        assert [one.dismissed for one in tasks.agents.connected()] == [False]
+        assert lost.name != tasks.agents.connected()[0].name
+        tasks.worker_ended(tasks.agents.connected()[0].name, Exited(4, 9, ""))
+        assert later.answer() == Quit(9)
+        later.session.close()
 
 
 def test_stages_that_start_together_leave_sparks_environment_unchanged() -> None:

@@ -1,7 +1,7 @@
 """Types of launching: a job, its workers, its observer, its outcome, and the launcher's interface.
 
 Nothing here starts a process or opens a socket. `controller.loop` runs a `Job` through a `Launcher`:
-`controller.launcher` for hosts, `providers.spark.launcher` and `providers.ray.launcher` for clusters. `slots` places
+`controller.launcher` for all platforms whose agents start the workers, `providers.ray.launcher` for Ray. `slots` places
 the workers.
 """
 

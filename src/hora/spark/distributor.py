@@ -20,7 +20,7 @@ from hora.launch.environment import set_variables, variables
 from hora.launch.job import JobResult
 from hora.launch.providers.spark.cluster import assigned_gpus, connect_session, forwarded_variables, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob, slots_of
+from hora.launch.providers.spark.job import SparkJob, slots_of
 from hora.platforms.detect import detect_world
 from hora.spark.runner import pickle_for_rank_0, run_local, value_of_rank_0
 

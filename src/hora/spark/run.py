@@ -17,7 +17,7 @@ from hora.launch.providers.spark.cluster import (
     require_slots,
 )
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob, slots_of
+from hora.launch.providers.spark.job import SparkJob, slots_of
 from hora.launch.run import renamed
 
 

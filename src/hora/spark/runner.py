@@ -25,7 +25,7 @@ from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
-from hora.launch.providers.spark.launcher import SparkJob, slots_of
+from hora.launch.providers.spark.job import SparkJob, slots_of
 from hora.launch.start import start
 from hora.platforms.detect import detect_world
 

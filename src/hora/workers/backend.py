@@ -14,10 +14,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from hora.launch.controller.launcher import HostLauncher
-from hora.launch.controller.output import LogFile, Tail
+from hora.launch.controller.output import LogFile
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.processes import module_command
 from hora.launch.slots import place_ranks
+from hora.launch.tail import Tail
 from hora.workers.capacity import Capacity, GpuClaims
 
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))

@@ -20,7 +20,7 @@ from typing import Any
 
 from hora.errors import JobFailedError
 from hora.launch.agent.protocol import Exited
-from hora.launch.controller.launcher import HostLauncher
+from hora.launch.controller.launcher import AgentHandle, HostLauncher
 from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.providers.spark.cluster import (
@@ -35,8 +35,8 @@ from hora.launch.providers.spark.cluster import (
     server_host,
 )
 from hora.launch.providers.spark.connect import ClientLogSink, Invitation, LiveLog, Query, rows
-from hora.launch.providers.spark.driver import StageDriver, TaskAgent
 from hora.launch.providers.spark.task import gpu_addresses, python_path
+from hora.launch.providers.spark.tasks import TASKS_PYTHON, SparkTasks
 from hora.net.sockets import source_address
 from hora.workers.backend import GRACE_S, Record, WorkerBackend, order_file, worker_spec
 from hora.workers.capacity import CapacityError
@@ -163,43 +163,44 @@ class _StageWorker(_Worker):
 
     def __init__(self, context: Any, worker: Record, events: LaunchEvents) -> None:
         # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
-        self._driver = StageDriver(context, 1, group="hora-workers")
-        self._task: TaskAgent | None = None
-        super().__init__(worker, events, self._driver.stage.group)
+        self._tasks = SparkTasks.of_stage(context, 1, group="hora-workers")
+        self._stage = self._tasks.running_stage
+        self._agent: AgentHandle | None = None
+        super().__init__(worker, events, self._stage.group)
 
     def stop(self) -> None:
         super().stop()
-        if self._task is not None:
-            self._task.terminate([self._record.number], grace_s=GRACE_S)
+        if self._agent is not None:
+            self._agent.terminate([self._record.number], grace_s=GRACE_S)
 
     def _run(self) -> Exited:
-        with self._driver:
-            tasks = self._driver.meet(1, lambda: not self._stopped.is_set())
+        with self._tasks:
+            tasks = self._tasks.meet(1, lambda: not self._stopped.is_set())
             if self._stopped.is_set():
                 raise InterruptedError("it was stopped before it started")
             if tasks is None:
-                raise JobFailedError(self._driver.stage.failure_text())
+                raise JobFailedError(self._stage.failure_text())
             process = _OneWorkerEvents(self._events.output, self._events.started)
-            self._task = tasks[0]
-            self._task.look_after(process)
-            self._task.start([self._spec(self._task)])
+            self._agent = tasks[0]
+            self._agent.look_after(process)
+            self._agent.start([self._spec(self._agent)])
             if self._stopped.is_set():  # meanwhile
                 self.stop()
             return process.wait()
 
-    def _spec(self, task: TaskAgent) -> WorkerSpec:
+    def _spec(self, task: AgentHandle) -> WorkerSpec:
         worker = self._record
         worker.ip_address = task.address
         own = {
             "CDSW_IP_ADDRESS": task.address,
-            "CDSW_MASTER_IP": self._driver.address,
-            "CML_MASTER_IP": self._driver.address,
+            "CDSW_MASTER_IP": self._tasks.address,
+            "CML_MASTER_IP": self._tasks.address,
             "CUDA_VISIBLE_DEVICES": ",".join(task.gpus),
         }
         env = {**forwarded_variables(), **worker.variables, **own, **worker.request["env"]}
         env |= {"MASTER_ADDR": task.address, GPU_VARIABLE: ",".join(task.gpus)}
         spec = worker_spec(worker.number, env, self._files())
-        return replace(spec, argv=("", *spec.argv[1:]))  # no program: the Python of the task
+        return replace(spec, argv=(TASKS_PYTHON, *spec.argv[1:]))
 
 
 class _QueryWorker(_Worker):

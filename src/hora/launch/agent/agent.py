@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +60,7 @@ from hora.launch.processes import (
     send_to_all,
     spawn,
 )
+from hora.launch.tail import Tail
 from hora.net.messages import Frames, Pong, frame
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 LEFT = 75  # the exit status of ranks that have left, and of their agent: EX_TEMPFAIL, start it again
 
-_READ_BYTES = 64 * 1024
+_READ_BYTES = _TAIL_BYTES = 64 * 1024
 BACKLOG_BYTES = 1024 * 1024  # of output not yet taken by the controller; above it the workers' pipes are not read
 _LONGEST_WAIT_S = 3600.0  # the selector accepts at most 24 days, and a limit may be longer
 _SWEEP_S = 0.02
@@ -204,14 +205,24 @@ class LocalLink(ThreadedLink):
 class Agent:
     """Running -> (link gone, Finish, Quit, SIGTERM, guardian or controller dead) -> ending -> finished -> out.
 
-    A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `execute`: becomes a worker, in
-    its forked process. `scratch`: a folder in which each worker may make its own (`HORA_SCRATCH`) for temporary files,
-    which goes with the worker, whatever ends that.
+    A first SIGTERM in an elastic job: leaving, until the workers have left -> ending. `fork`: becomes a worker in its
+    forked process, if that `suits` its environment. `has_fork_server`: one is started for workers that may be forked.
+    `copies`, `streams`: see `protocol.Invitation`. `scratch`: a folder in which each worker may make its own
+    (`HORA_SCRATCH`) for temporary files, which goes with the worker, whatever ends that.
     """
 
     scratch: ClassVar[str] = ""  # set by `guarded`
 
-    def __init__(self, link: ControllerLink, *, execute: Execute = os.execvpe) -> None:
+    def __init__(
+        self,
+        link: ControllerLink,
+        *,
+        fork: Execute | None = None,
+        suits: Callable[[Mapping[str, str]], bool] = lambda env: True,
+        has_fork_server: bool = True,
+        copies: bool = False,
+        streams: bool = True,
+    ) -> None:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._pipes = selectors.EpollSelector()  # of the workers' output
@@ -230,7 +241,10 @@ class Agent:
         self._calls: deque[Callable[[], None]] = deque()  # from other threads
         self._requested: dict[int, tuple[Start, dict[str, str]]] = {}  # worker -> order, environment
         self._strays: dict[int, int] = {}  # pid -> status
-        self._guardian_pid, self._become_worker = os.getppid(), execute
+        self._guardian_pid = os.getppid()
+        self._fork, self._suits, self._may_start_forks = fork, suits, has_fork_server
+        self._copies, self._streams = copies, streams
+        self._tails: dict[tuple[int, str], Tail] = {}  # of output that is not sent as it comes
         self._heard = _NEVER  # counts from the first order on: a node may wait long for its job to begin
         signal.set_wakeup_fd(self._link.wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -342,6 +356,9 @@ class Agent:
         line = lifeline.Lifeline(lambda: self._later(self._report_dying, worker))
         held.callback(line.close)
         files = {name: _private_file(data, held) for name, data in order.private_files.items()}
+        execute: Execute = os.execvpe
+        if self._fork is not None and order.preload is not None and self._suits(env | order.env):
+            execute = self._fork
         env |= order.env | files | {"HORA_LIFELINE": line.path}
         if self.scratch:
             env["HORA_SCRATCH"] = f"{self.scratch}/{worker}"
@@ -360,22 +377,22 @@ class Agent:
                 self._selector.register(self._mpi_world.ranks, selectors.EVENT_READ, self._mpi_world.answer)
         if self._mpi_world is not None:
             env |= self._mpi_world.variables(int(env["HOROVOD_RANK"]))
-        if order.preload is None or not self._ask_to_fork(order, order.preload, env):
-            self._execute(order, env)
+        if order.preload is None or not self._may_start_forks or not self._ask_to_fork(order, order.preload, env):
+            self._execute(order, env, execute)
 
     def _begin_without_mpi(self, worker: int, error: OSError) -> None:
         self._may_use_mpi = False
         why = f"{error.filename or self.scratch}: {error.strerror}; set TMPDIR to a folder that can be written"
         self._link.send(Output(worker, "stderr", f"hora: the ranks are no MPI world: {why}\n".encode()))
 
-    def _execute(self, order: Start, env: dict[str, str]) -> None:
+    def _execute(self, order: Start, env: dict[str, str], execute: Execute = os.execvpe) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 if self._mpi_world is not None:
                     names, inherited = self._mpi_world.connect(int(env["HOROVOD_RANK"]))
                     stack.enter_context(inherited)
                     env |= names
-                spawned = spawn(order.argv, env, order.cwd, execute=self._become_worker)
+                spawned = spawn(order.argv, env, order.cwd, execute=execute)
             except OSError as error:
                 self._exited(order.worker, 127, str(error))
             else:
@@ -441,11 +458,20 @@ class Agent:
         except BlockingIOError:
             return False
         if data:
-            self._link.send(Output(worker, stream, data))
+            self._pass_on(worker, stream, data)
             return True
         self._pipes.unregister(pipe.fd)
         os.close(pipe.fd)
         return False
+
+    def _pass_on(self, worker: int, stream: str, data: bytes) -> None:
+        if self._copies:
+            with contextlib.suppress(OSError):  # nobody keeps it any more
+                os.write(2, data)
+        if self._streams:
+            self._link.send(Output(worker, stream, data))
+        else:
+            self._tails.setdefault((worker, stream), Tail(_TAIL_BYTES)).add(data)
 
     def _drain_pipes(self, worker: int | None = None) -> None:
         for pipe in list(self._pipes.get_map().values()):
@@ -490,6 +516,10 @@ class Agent:
     def _exited(self, worker: int, code: int, reason: str) -> None:
         self._requested.pop(worker, None)
         self._held.pop(worker, contextlib.ExitStack()).close()
+        for stream in ("stdout", "stderr"):
+            tail = self._tails.pop((worker, stream), None)
+            if tail is not None and code:
+                self._link.send(Output(worker, stream, bytes(tail)))
         self._link.send(Exited(worker, code, reason))
         if self.scratch:
             remove_folder(f"{self.scratch}/{worker}")
@@ -550,10 +580,10 @@ def _private_file(data: str, held: contextlib.ExitStack) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def guarded(controller: int | None = None) -> None:
+def guarded(controller: int | None = None, *, report: int | None = None) -> None:
     """Fork: this process becomes the guardian and exits with the agent's status; the child, the agent, returns.
 
-    `controller`: our parent, if that is it.
+    `controller`: our parent, if that is it. `report`: a descriptor to which the guardian writes the status.
     """
     guardian = os.getpid()
     Agent.scratch = f"{variables().get('TMPDIR') or '/tmp'}/hora-{os.urandom(8).hex()}"
@@ -562,13 +592,17 @@ def guarded(controller: int | None = None) -> None:
     if pid:
         status = guard(pid, controller)
         remove_folder(Agent.scratch)
+        if report is not None:
+            os.write(report, str(status).encode())
         os._exit(status)
+    if report is not None:
+        os.close(report)
     if not die_with_parent(guardian, signal.SIGTERM):
         os._exit(128 + signal.SIGTERM)
     adopt_orphans()
 
 
-def serve_locally(*, execute: Execute = os.execvpe) -> int:
+def serve_locally() -> int:
     """Run the agent of a controller on this machine: the parent process, connected to standard input."""
     controller_pid = os.getppid()
     try:
@@ -577,7 +611,7 @@ def serve_locally(*, execute: Execute = os.execvpe) -> int:
     except (RuntimeError, BlockingIOError) as error:
         print(f"{error}: too few processes are allowed; see `ulimit -u`", file=sys.stderr)
         return 1
-    agent = Agent(link, execute=execute)
+    agent = Agent(link)
     link.send(Join(0, "", 0, "", [], []))
     return agent.run() or 0
 

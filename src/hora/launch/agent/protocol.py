@@ -9,11 +9,29 @@ agent of its own machine (`hora.net.messages`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hora.net.messages import Pong
 
 VERSION = 5
+
+
+class Invitation(NamedTuple):
+    """The line of JSON on the standard input of an agent that a provider has started."""
+
+    where: list[Any]  # the controller's address and port
+    key: str  # in hexadecimal
+    speaker: int  # whose key that is: this node's number; -1: one for all nodes
+    node: int
+    name: str
+    slots: int
+    limit_s: float  # for the connection
+    answer_s: float | None = 60.0  # for the controller's answer
+    run: str = ""  # of a job whose leader may be started again: only one agent of this node serves it
+    gpus: list[str] = []  # noqa: RUF012 - never changed
+    lifeline: bool = False  # standard input stays open as long as its starter lives; the agent ends with that
+    copies: bool = False  # the workers' output goes to the agent's standard error as well
+    streams: bool = True  # output is sent as it comes; otherwise only its end, of a worker that has failed
 
 
 class Join(NamedTuple):

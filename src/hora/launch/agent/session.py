@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
 from hora.launch.agent.agent import Agent, ThreadedLink, guarded, on_this_node
-from hora.launch.agent.protocol import MESSAGES, Join, Message, Refused, Start, Welcome
+from hora.launch.agent.protocol import MESSAGES, Invitation, Join, Message, Quit, Refused, Start, Welcome
 from hora.launch.limits import CONNECT_S, GRACE_S, THREAD_END_S
 from hora.net.messages import pack, unpack
 from hora.net.session import MALFORMED, ClientSession
@@ -36,11 +38,20 @@ _held: list[socket.socket] = []  # for the life of this process: its name says t
 class SessionLink(ThreadedLink):
     """The link of an agent whose controller is reached through a session."""
 
-    def __init__(self, session: ClientSession, welcome: Welcome) -> None:
+    def __init__(self, session: ClientSession, welcome: Welcome, *, lifeline: bool = False) -> None:
         self.silence_limit_s, self.elastic = welcome.silence_s, welcome.elastic
         self.controller = str(session.connection.sock.getpeername()[0])
         self._session, self._executable = session, welcome.executable
         super().__init__(self._received(), lambda message: session.send(*pack(message)))
+        if lifeline:
+            threading.Thread(target=self._watch_starter, name="hora-agent-lifeline", daemon=True).start()
+
+    def _watch_starter(self) -> None:
+        """Hang up when what has started this agent is gone: it holds the other end of standard input."""
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        self._session.shutdown()
 
     def close(self) -> None:
         """Send what is left, then close the session for good."""
@@ -56,30 +67,50 @@ class SessionLink(ThreadedLink):
                 yield on_this_node(message, meeting, self._executable) if isinstance(message, Start) else message
 
 
-def serve(place: Node, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
+def serve(
+    place: Node,
+    credentials: Credentials,
+    *,
+    limit_s: float,
+    listening: bool = False,
+    invitation: Invitation | None = None,
+    **how: Any,
+) -> int:
     """Run the agent of this node until the job is over; return the job's exit status.
 
     Raises TimeoutError if no controller answers in time, RuntimeError if it refuses or is lost. `listening`: the
-    controller is already listening.
+    controller is already listening. `how`: see `Agent`.
     """
-    session, welcome = join(place, credentials, limit_s=limit_s, listening=listening)
+    more: dict[str, Any] = {}
+    if invitation is not None:
+        more = {"gpus": invitation.gpus, "answer_s": invitation.answer_s}
+    session, welcome = join(place, credentials, limit_s=limit_s, listening=listening, **more)
     link: SessionLink | LeaderLink
     if welcome.leaderless_s:
         from hora.launch.agent.leaders import LeaderLink  # lazy: most agents have one leader
 
         link = LeaderLink(place, credentials, session, welcome)
     else:
-        link = SessionLink(session, welcome)
-    status = Agent(link).run()
+        link = SessionLink(session, welcome, lifeline=invitation is not None and invitation.lifeline)
+    status = Agent(link, **how).run()
     if status is None:
         raise RuntimeError(f"the first node, {link.controller}, is gone; the workers here have been ended")
     return status
 
 
 def join(
-    place: Node, credentials: Credentials, *, limit_s: float, listening: bool = False
+    place: Node,
+    credentials: Credentials,
+    *,
+    limit_s: float,
+    listening: bool = False,
+    gpus: Sequence[str] = (),
+    answer_s: float | None = CONNECT_S,
 ) -> tuple[ClientSession, Welcome]:
-    """Connect as soon as the controller listens, introduce this node, and return the controller's answer."""
+    """Connect as soon as the controller listens, introduce this node, and return the controller's answer.
+
+    Raises SystemExit if the job is over and needs no agent.
+    """
     deadline, where = time.monotonic() + limit_s, f"{place.host}:{place.port}"
 
     def reach(left_s: float) -> Connection:
@@ -89,7 +120,7 @@ def join(
         session: ClientSession | None = None
         try:
             session = ClientSession(reach(deadline - time.monotonic()), reach)
-            welcome = _introduce(session, place)
+            welcome = _introduce(session, place, gpus, answer_s)
             session.limit_s = welcome.return_s
             return session, welcome
         except AuthenticationError:
@@ -115,16 +146,19 @@ def join(
             time.sleep(_RETRY_S if session is None else _AGAIN_S)
 
 
-def _introduce(session: ClientSession, place: Node) -> Welcome:
+def _introduce(session: ClientSession, place: Node, gpus: Sequence[str], answer_s: float | None) -> Welcome:
     """Return the controller's welcome. RuntimeError: it refuses; EOFError or ConnectionError: it disconnects."""
     name = place.name or socket.gethostname()
-    session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], [])))
+    session.send(*pack(Join(place.index, name, place.slots or 1, version(), [], list(gpus))))
     try:
-        answer = unpack(MESSAGES, *session.receive(limit_s=CONNECT_S))
+        answer = unpack(MESSAGES, *session.receive(limit_s=answer_s))
     except TimeoutError:
         session.close()
-        raise RuntimeError(f"the first node, {place.host}, did not answer within {CONNECT_S:g} s") from None
+        raise RuntimeError(f"the first node, {place.host}, did not answer within {answer_s:g} s") from None
     session.connection.sock.settimeout(None)
+    if isinstance(answer, Quit):
+        session.close()
+        raise SystemExit(answer.status)
     if not isinstance(answer, Welcome):
         session.close()
         why = answer.why if isinstance(answer, Refused) else f"it answered {type(answer).__name__}"
@@ -157,17 +191,20 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    given = json.loads(invitation)
-    (host, port), number, name = given["where"], given["speaker"], given["name"]
-    index = given.get("node", number)
-    if "run" in given and not _only_agent(bytes.fromhex(given["key"]), given["run"], index):
+    return obey(Invitation(**json.loads(invitation)))
+
+
+def obey(invitation: Invitation, *, report: int | None = None, **how: Any) -> int:
+    """Become an agent: return the job's exit status, or 1 after a message. `how`: see `Agent`; `report`: `guarded`."""
+    if invitation.run and not _only_agent(bytes.fromhex(invitation.key), invitation.run, invitation.node):
         return 0
-    guarded()
-    place = Node(num_nodes=index + 1, index=index, host=host, port=port, slots=given["slots"], name=name)
+    guarded(os.getppid() if invitation.lifeline else None, report=report)
+    (host, port), node, name = invitation.where, invitation.node, invitation.name
+    place = Node(num_nodes=node + 1, index=node, host=host, port=port, slots=invitation.slots, name=name)
+    credentials = Credentials(bytes.fromhex(invitation.key), "nodes", invitation.speaker)
+    how = {"copies": invitation.copies, "streams": invitation.streams, **how}
     try:
-        credentials = Credentials(bytes.fromhex(given["key"]), "nodes", number)
-        serve(place, credentials, limit_s=given["limit_s"], listening=True)
-        return 0  # the launcher reports how the job ended
+        return serve(place, credentials, limit_s=invitation.limit_s, listening=True, invitation=invitation, **how)
     except (RuntimeError, OSError) as error:
         with contextlib.suppress(OSError):  # what has started it is gone
             print(f"hora: node {name}: {error}", file=sys.stderr, flush=True)

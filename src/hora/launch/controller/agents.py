@@ -20,6 +20,7 @@ from hora.errors import StartTimeoutError
 from hora.launch.agent.protocol import (
     MESSAGES,
     VERSION,
+    Invitation,
     Join,
     Leaving,
     MeetAt,
@@ -75,6 +76,11 @@ class Agents:
     to end lets its ranks commit and leave first. `return_s`: how long a disconnected agent may take to reconnect.
     `start_limit_s`: how long one may take to join. `nonce`, `term` and `names`: of a job whose leader can change, with
     the names of all nodes that ever joined. `succession`: of a run whose leader may be started again.
+
+    `handle`: the class of the agents. `copies`: a further agent of a node waits until the first one is gone, instead of
+    being refused. `executable`: what workers are ordered to run where their node's own Python is meant. `least`: how
+    many nodes stay hosts if all are leaving. `advertised`: the address for the agents, if it is not that of `where`.
+    `named`: returns the host's name in this job for a node's own name and number.
     """
 
     def __init__(
@@ -95,12 +101,22 @@ class Agents:
         term: int = 0,
         names: Iterable[str] = (),
         succession: RestartedLeaders | None = None,
+        handle: type[AgentHandle] = AgentHandle,
+        copies: bool = False,
+        executable: str = sys.executable,
+        least: int = 0,
+        advertised: str = "",
+        named: Callable[[str, int], str] = lambda name, number: name,
     ) -> None:
+        self.full = False  # agents that come now are not needed any more, and end
+        self._least, self._named = least, named
+        self._handle = handle
+        self._copies: dict[int, list[tuple[SessionPeer, Join]]] | None = {} if copies else None
         self.nonce = nonce or new_secret().hex()
         # But for its name, and the port of the rendezvous.
         leaderless_s = 0.0 if succession is None else succession.leaderless_s
         self._welcome = Welcome(
-            "", self.nonce, sys.executable, silence_limit_s, return_s, elastic, term, leaderless_s=leaderless_s
+            "", self.nonce, executable, silence_limit_s, return_s, elastic, term, leaderless_s=leaderless_s
         )
         self._succession = succession
         if succession is not None:
@@ -113,12 +129,12 @@ class Agents:
         self._numbers = itertools.count(self._first_index + num_nodes)  # of the agents that the provider starts
         self._expected: dict[int, AgentHandle] = {}
         self._nodes: dict[int, AgentHandle] = {}  # that have joined
-        self._names = set(names)  # of all nodes that have ever joined
+        self._names = dict.fromkeys(names, -1)  # of all nodes that have ever joined, with their numbers
         self._changed = threading.Condition()
         self._refused = ""
         self._over = False
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
-        self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
+        self._own_address = advertised or ("" if where[0] in ("", "0.0.0.0") else where[0])
         sessions = Sessions(self, limit_s=return_s)
         self._server = Server(sessions, name="hora-agents", silence_limit_s=CUT_S)
         sessions.server = self._server
@@ -158,10 +174,11 @@ class Agents:
         return self._own_address or "127.0.0.1"
 
     def hosts(self) -> list[HostInfo]:
-        """Return the nodes that have joined, in order, this machine first."""
+        """Return the nodes that have joined and stay, in order, this machine first."""
         with self._changed:
-            nodes = [node for _, node in sorted(self._nodes.items()) if not node.leaving]
-        return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in nodes]
+            nodes = [node for _, node in sorted(self._nodes.items())]
+        staying = [node for node in nodes if not node.leaving] or nodes[: self._least]
+        return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in staying]
 
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
         """Wait until all nodes have joined, or enough for `num_slots`; StartTimeoutError names the missing ones."""
@@ -183,8 +200,7 @@ class Agents:
 
     def too_few(self, limit_s: float) -> StartTimeoutError:
         """Return the error that says which nodes have not joined in time."""
-        wanted = range(self._first_index, self._first_index + self._num_nodes)
-        missing = ", ".join(str(index) for index in wanted if index not in self._nodes)
+        missing = ", ".join(map(str, self.missing()))
         return StartTimeoutError(
             f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the "
             f"same command there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
@@ -224,11 +240,11 @@ class Agents:
     def rename_newcomers(self, taken: Collection[str]) -> None:
         """Give nodes that have joined without workers names that no other node of the run has had."""
         with self._changed:
-            self._names |= set(taken)
+            self._names |= dict.fromkeys(taken, -1)
             for index, node in self._nodes.items():
                 if node.name in taken and not (node.joining and node.joining.run):
                     node.name = self._new_name(node.name, index)
-                    self._names.add(node.name)
+                    self._names[node.name] = node.number
                     node.send(self._welcome._replace(name=node.name))
 
     def workers_at(self, hostname: str) -> Collection[int]:
@@ -258,7 +274,28 @@ class Agents:
         with self._changed:
             known = [*self._nodes.values(), *self._expected.values()]
             there = next((node for node in known if node.name == hostname and not node.ended), None)
-        return there or _gone(hostname)
+        return there or self._gone(hostname)
+
+    def _gone(self, hostname: str) -> AgentHandle:
+        node = self._handle(hostname, number=self._names.get(hostname, -1))
+        node.lost(node.lost_exit_code)
+        return node
+
+    def connected(self) -> list[AgentHandle]:
+        """Return the agents that have joined, in the order of their arrival."""
+        with self._changed:
+            return [node for node in self._nodes.values() if node.peer is not None]
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the nodes that have not joined, of those that come by themselves."""
+        with self._changed:
+            numbers = range(self._first_index, self._first_index + self._num_nodes)
+            return [number for number in numbers if number not in self._nodes]
+
+    def wait_for_number(self, number: int, limit_s: float) -> bool:
+        """Wait until so many agents have joined; return False after the limit."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.connected()) >= number, limit_s)
 
     def reach(self, host: HostInfo) -> AgentHandle:
         """Return the agent of a host; have one started if there is none."""
@@ -291,20 +328,15 @@ class Agents:
 
     def start(self, host: HostInfo) -> AgentHandle:
         """Have the provider start an agent; return the handle, which takes orders at once."""
-        number, node = next(self._numbers), AgentHandle(host.hostname, host.slots)
+        number, node = next(self._numbers), self._handle(host.hostname, host.slots)
         with self._changed:
             self._expected[number] = node
         key = credentials(self._secret, number)
-        invitation = {
-            "where": (self.address, self.port),
-            "key": key.secret.hex(),
-            "speaker": key.speaker,
-            "name": host.hostname,
-            "slots": host.slots,
-            "limit_s": self._start_limit_s / 2,  # so that its failure is reported in time
-        }
+        limit_s = self._start_limit_s / 2  # so that its failure is reported in time
+        where = [self.address, self.port]
+        invitation = Invitation(where, key.secret.hex(), number, number, host.hostname, host.slots, limit_s)
         command = module_command(sys.executable, "hora.launch.agent.session")
-        order = Order(command, json.dumps(invitation).encode() + b"\n", self._start_limit_s)
+        order = Order(command, json.dumps(invitation._asdict()).encode() + b"\n", self._start_limit_s)
         # In a thread: an exception from a signal, in the main thread, must not lose a process just started.
         self._in_thread(f"hora-start {node.name}", self._have_started, number, node, order)
         self._server.call(
@@ -398,11 +430,17 @@ class Agents:
                 self._changed.notify_all()
         elif isinstance(message, Leaving):
             node.leaving = True
-            self._tell()
+            self.tell_hosts()
         else:
             node.enqueue(message)
 
     def _join(self, peer: SessionPeer, joining: Join) -> None:
+        if self._copies is not None and joining.node in self._nodes:
+            self._copies.setdefault(joining.node, []).append((peer, joining))
+            return
+        if self.full:
+            peer.send(*pack(Quit(0)))
+            return
         index, name = joining.node, joining.name[:_MAX_NAME_CHARS]
         problem, forget = self._misplaced(peer, index, joining.slots), False
         if (joining.version, joining.protocol) != (version(), VERSION):
@@ -425,7 +463,7 @@ class Agents:
             if self._succession is not None and self._succession.memory is not None:
                 node.send(self._succession.memory)
             self._changed.notify_all()
-        self._tell()
+        self.tell_hosts()
 
     def _refuse(
         self, peer: SessionPeer, index: int, name: str, why: str, *, is_fatal: bool = True, forget: bool = False
@@ -441,13 +479,15 @@ class Agents:
             return self._expected.pop(index)
         known = joining.run == self.nonce
         name = name if known else self._new_name(name, index)
-        self._names.add(name)
-        node = AgentHandle(name, joining.slots, joining.workers if known else ())
+        self._names[name] = index
+        workers, host = joining.workers if known else (), joining.name[:_MAX_NAME_CHARS]
+        node = self._handle(name, joining.slots, workers, number=index, host=host, gpus=joining.gpus)
         node.joining = joining
         return node
 
     def _new_name(self, name: str, index: int) -> str:
         """Return a unique host name: two nodes may share one, and that of a node that rejoins may be barred."""
+        name = self._named(name, index)
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
 
@@ -475,16 +515,14 @@ class Agents:
             del self._nodes[peer.number]
             self._changed.notify_all()
         node.lost(255)
-        if not self._over:
+        if not self._over and not node.dismissed:
             self._release(node)
-        self._tell()
+        self.tell_hosts()
+        for copy in (self._copies or {}).pop(peer.number, ()):
+            if copy[0].open:
+                self._join(*copy)
 
-    def _tell(self) -> None:
+    def tell_hosts(self) -> None:
+        """Report the hosts, which have changed, to the job. From any thread."""
         if self._listener is not None:
             self._listener(self.hosts())
-
-
-def _gone(hostname: str) -> AgentHandle:
-    node = AgentHandle(hostname)
-    node.lost(255)
-    return node

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,12 +39,12 @@ from hora.launch.agent.protocol import (
     Taken,
     Terminate,
 )
-from hora.launch.controller.output import Tail
 from hora.launch.environment import variables
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.launch.limits import END_S, GRACE_S, KILLED_S
 from hora.launch.processes import family, is_stopped, send_to_all
 from hora.launch.slots import HostInfo
+from hora.launch.tail import Tail
 from hora.net.messages import Frames, frame, pack
 from hora.net.session import SessionPeer
 
@@ -62,17 +62,7 @@ sys.exit(serve_locally())
 """
 
 
-class AgentProcess(Protocol):
-    """An agent's process on this machine, and the socket that is its standard input."""
-
-    sock: socket.socket
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
-def wait_or_kill(process: subprocess.Popen[Any] | AgentProcess, limit_s: float) -> int:
+def wait_or_kill(process: subprocess.Popen[Any] | LocalProcess, limit_s: float) -> int:
     """Return the exit status of a process that is about to end. Kill it after the time limit."""
     try:
         return process.wait(limit_s)
@@ -85,15 +75,26 @@ class AgentHandle:
     """One agent. States: expected (orders are queued) -> joined -> over.
 
     `workers`: those that were ever started there: reports about others are invalid. `inherit_env`: they inherit the
-    agent's environment.
+    agent's environment. `number`, `host`, `gpus`: its node's number, machine and GPUs, as the agent says.
     """
 
     inherit_env = True
     lost_exit_code = 255  # of workers whose agent is gone
+    forks_one = False  # a single worker is forked, too, if it may be
 
-    def __init__(self, name: str, slots: int = 1, workers: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: int = 1,
+        workers: Collection[int] = (),
+        *,
+        number: int = -1,
+        host: str = "",
+        gpus: Sequence[str] = (),
+    ) -> None:
         self.name, self.slots, self.workers = name, slots, set(workers)
-        self.leaving = False
+        self.number, self.host, self.gpus = number, host or name, tuple(gpus)
+        self.leaving = self.dismissed = False
         self.joining: Join | None = None  # how it has introduced itself
         self.remembered = (0, 0)  # the term and number of the newest state that it has (`succession`)
         self.complaints = Tail(_TAIL_BYTES)
@@ -105,7 +106,7 @@ class AgentHandle:
         self._running: set[int] = set()
         self._unsent: list[Message] = []
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._has_fork_server = False
+        self._has_fork_server = self.forks_one
         self._ended: str | None = None  # why nothing can be started here any more
         self._finished = threading.Event()
         self._reported = threading.Event()
@@ -122,6 +123,16 @@ class AgentHandle:
     def ended(self) -> bool:
         """Return whether the agent is gone or out of reach; exits may still be reported."""
         return self.status is not None or self._ended is not None
+
+    @property
+    def address(self) -> str:
+        """Return the address from which the agent has connected."""
+        return "unknown" if self.peer is None else self.peer.host
+
+    def dismiss(self, status: int) -> None:
+        """Have the agent end everything, and then itself with this status. Does not wait."""
+        self.dismissed = True
+        self.send(Quit(status))
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         assert self._events is not None
@@ -381,15 +392,43 @@ class RemoteAgents(Protocol):
         """Return the agent of a host; start one if there is none."""
 
 
+@dataclass
+class _Reported:
+    """LaunchEvents that a launcher passes on, with the host where a worker has ended."""
+
+    events: LaunchEvents
+    ended: Callable[[Exited], None]
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self.events.output(worker, stream, data)
+
+    def started(self, worker: int) -> None:
+        self.events.started(worker)
+
+    def exited(self, ended: Exited) -> None:
+        self.events.exited(ended)
+        self.ended(ended)
+
+
 class HostLauncher:
     """Starts workers on this machine, or on all hosts of `agents`, this machine included.
 
-    `listen`: the address at which all of them reach this process.
+    `listen`: the address at which all of them reach this process; `bind`: where it listens, if that is another one.
+    `route`: returns the agent of a worker, and what that is to start, if not its host's agent the same. `ended`: called
+    with an agent's name and the end of one of its workers, until the job is over.
     """
 
-    def __init__(self, *, agents: RemoteAgents | None = None, listen: str = "127.0.0.1") -> None:
-        self.bind_address = self.advertised_address = listen
-        self._agents = agents
+    def __init__(
+        self,
+        *,
+        agents: RemoteAgents | None = None,
+        listen: str = "127.0.0.1",
+        bind: str = "",
+        route: Callable[[WorkerSpec], tuple[str, WorkerSpec]] | None = None,
+        ended: Callable[[str, Exited], None] | None = None,
+    ) -> None:
+        self.bind_address, self.advertised_address = bind or listen, listen
+        self._agents, self._route, self._ended, self._closing = agents, route, ended, False
         self._hosts: dict[str, AgentHandle] = {}
         self._former: list[AgentHandle] = []  # they have ended, or are about to, and have exits to report
 
@@ -401,19 +440,34 @@ class HostLauncher:
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         by_host: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
-            by_host.setdefault("localhost" if self.local_only else self._node_of(spec), []).append(spec)
-        remote = {name for name in by_host if self._agents is not None and not self._agents.is_own(name)}
+            name, adapted = self._routed(spec)
+            by_host.setdefault(name, []).append(adapted)
         # Open all connections before starting workers, so that the agents start in parallel.
-        for name in by_host:
+        for name, specs in by_host.items():
             if name in self._hosts and self._hosts[name].ended:  # it was disconnected or killed and may be back
                 self._former.append(self._hosts.pop(name))
             if name not in self._hosts:
-                agents = self._agents if name in remote else None
-                host = HostInfo(name, by_host[name][0].slot.local_size)
-                self._hosts[name] = LocalAgent(name) if agents is None else agents.reach(host)
-                self._hosts[name].look_after(events)
+                host = HostInfo(name, specs[0].slot.local_size)
+                is_own = self._agents is None or self._agents.is_own(name)
+                self._hosts[name] = LocalAgent(name) if is_own or not self._agents else self._agents.reach(host)
+                self._hosts[name].look_after(self._reported(name, events))
         for name, specs in by_host.items():
-            self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
+            self._hosts[name].start(specs)
+
+    def _routed(self, spec: WorkerSpec) -> tuple[str, WorkerSpec]:
+        """Return the name of the agent that starts this worker, and what it is to start."""
+        if self._route is not None:
+            return self._route(spec)
+        if self._agents is None:
+            return "localhost", spec
+        name = spec.slot.hostname
+        return name, spec if self._agents.is_own(name) else self._for_elsewhere(spec)
+
+    def _reported(self, name: str, events: LaunchEvents) -> LaunchEvents:
+        ended = self._ended
+        if ended is None:
+            return events
+        return _Reported(events, lambda exited: None if self._closing else ended(name, exited))
 
     def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> list[int]:
         """Supervise an earlier leader's workers, by host; report those that have ended, return those never started."""
@@ -442,6 +496,7 @@ class HostLauncher:
             host.terminate(chosen, grace_s=grace_s)
 
     def close(self) -> None:
+        self._closing = True
         hosts = self._release()
         for host in hosts:
             host.finish()
@@ -452,10 +507,6 @@ class HostLauncher:
     def _release(self) -> list[AgentHandle]:
         hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
         return hosts
-
-    def _node_of(self, spec: WorkerSpec) -> str:
-        """Return the name of the node whose agent starts this worker."""
-        return spec.slot.hostname
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}

@@ -26,6 +26,7 @@ from typing import IO, Any
 from hora.files import new_file
 from hora.launch.job import OutputOptions
 from hora.launch.limits import UNREAD_S
+from hora.launch.tail import Tail
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line is written in pieces
 _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
@@ -33,32 +34,6 @@ _LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 _LOOK_MS = 100
 
 _log = logging.getLogger("hora.launch")
-
-
-class Tail:
-    """The last `max_bytes` of a stream, kept for error reports. Memory is bounded whatever is printed."""
-
-    def __init__(self, max_bytes: int = 16 * 1024) -> None:
-        self._max_bytes = max_bytes
-        self._kept = bytearray()
-        self._complete = True  # nothing has been forgotten
-
-    def add(self, data: bytes) -> None:
-        self._kept += data[-self._max_bytes :]
-        self._complete = self._complete and len(data) <= self._max_bytes >= len(self._kept)
-        if len(self._kept) > 2 * self._max_bytes:  # not for every byte, because it moves the kept bytes
-            del self._kept[: -self._max_bytes]
-
-    def __bytes__(self) -> bytes:
-        return bytes(self._kept[-self._max_bytes :])
-
-    @property
-    def text(self) -> str:
-        """Return the kept text, from the start of a line if one starts there."""
-        kept = bytes(self)
-        if not self._complete:
-            kept = kept.partition(b"\n")[2] or kept
-        return kept.decode(errors="replace")
 
 
 class OutputWriter:

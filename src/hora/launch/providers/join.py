@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
+from hora.launch.agent.protocol import Invitation
 from hora.launch.controller.agents import Agents, credentials
 from hora.launch.controller.succession import Succession
 from hora.launch.job import LeadershipLostError
@@ -112,18 +113,18 @@ class RestartedNodes:
     def hosts(self) -> Sequence[HostInfo]:
         """Return the nodes when the run can begin, or go on from what its agents remember."""
         limit_s = float(self._options.effective("start_timeout"))
-        invitation = {
-            "where": (self._agents.address, self._agents.port),
-            "key": self._key.secret.hex(),
-            "speaker": self._key.speaker,
-            "name": self._place.name,
-            "node": self._place.index,
-            "run": self._leader.run,
-            "slots": self._place.slots or 1,
-            "limit_s": limit_s,
-        }
+        invitation = Invitation(
+            where=[self._agents.address, self._agents.port],
+            key=self._key.secret.hex(),
+            speaker=self._key.speaker,
+            node=self._place.index,
+            name=self._place.name,
+            slots=self._place.slots or 1,
+            limit_s=limit_s,
+            run=self._leader.run,
+        )
         command = module_command(sys.executable, "hora.launch.agent.session")
-        order = Order(command, json.dumps(invitation).encode() + b"\n", limit_s)
+        order = Order(command, json.dumps(invitation._asdict()).encode() + b"\n", limit_s)
         run = partial(self._commands.run, self._place.name, command, order)
         threading.Thread(target=run, name="hora-own-agent", daemon=True).start()
         self._leader.gather(num_slots=self._options.num_proc, limit_s=limit_s, return_s=self._agents.return_s)

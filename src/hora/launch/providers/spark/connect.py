@@ -34,12 +34,11 @@ from hora.errors import JobFailedError
 from hora.launch.controller.output import OutputWriter
 from hora.launch.job import JobResult
 from hora.launch.limits import SILENCE_S, SPARK_END_S
-from hora.launch.preload import modules_to_preload
 from hora.launch.providers.spark import warm_pool
 from hora.launch.providers.spark.cluster import check_protection, is_connect, is_local, listening_address, server_host
-from hora.launch.providers.spark.driver import LOST_TASK, StageDriver, TaskAgents
-from hora.launch.providers.spark.launcher import SparkJob, run_in_tasks
+from hora.launch.providers.spark.job import SparkJob, preload_of, run_in_tasks
 from hora.launch.providers.spark.task import SparkTask, python_path
+from hora.launch.providers.spark.tasks import LOST_TASK, SparkTasks
 from hora.net.server import Peer, Server
 from hora.net.sockets import resolve, source_address
 from hora.net.wire import Connection, Credentials, Header, connect, new_secret
@@ -77,30 +76,31 @@ class ConnectTasks:
             pass
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
-        preload = modules_to_preload(self._function())
-        if preload is not None and not self.wanted.python:
+        preload = preload_of(replace(self.wanted, function=self._function()))
+        if preload is not None:
             warm_pool.begin(preload, self.wanted.env, python_path())
         if number:
             SparkTask(**json.loads(next(text for text in context.allGather("") if text)))(number)
             return
         bind, address = listening_address(context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
-        with TaskAgents(self.wanted.num_proc, bind_address=bind, address=address) as driver:
+        with SparkTasks(self.wanted.num_proc, bind_address=bind, address=address) as tasks:
             task = SparkTask(
                 address=address,
-                port=driver.port,
-                secret=driver.secret.hex(),
+                port=tasks.port,
+                secret=tasks.secret.hex(),
                 stream_output=self.wanted.output.console,
                 keep_output=self.keep_output,
+                preload=preload,
             )
             context.allGather(json.dumps(asdict(task)))
             own = threading.Thread(target=task, args=(0,), name="hora-task-0", daemon=True)
             own.start()
-            answer = self._lead(driver)
+            answer = self._lead(tasks)
         own.join(SPARK_END_S)
         for kind, data in answer:
             yield from rows(kind, data)
 
-    def _lead(self, driver: TaskAgents) -> list[tuple[str, bytes]]:
+    def _lead(self, tasks: SparkTasks) -> list[tuple[str, bytes]]:
         """Run the job, in task 0. Return the rows for the client: the result, or the error with its cause, and unseen
         log lines.
         """
@@ -108,7 +108,7 @@ class ConnectTasks:
         streams: dict[str, Any] = {name: LogStream(sink, name) for name in ("stdout", "stderr")}
         try:
             wanted = replace(self.wanted, function=self._function(), output=replace(self.wanted.output, **streams))
-            found = ("result", cloudpickle.dumps(run_in_tasks(driver, wanted)))
+            found = ("result", cloudpickle.dumps(run_in_tasks(tasks, wanted)))
         except BaseException as error:  # it belongs to the client; a task that fails would be repeated
             found = ("error", _pickled(error))
         return [found, *sink.close().items()]
@@ -194,13 +194,13 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     check_protection(cluster)
     if is_connect(cluster):
         return _run_on_connect(cluster, wanted)
-    stage: dict[str, Any] = {"group": wanted.title, "about": wanted.about, "stream_output": wanted.output.console}
-    with StageDriver(cluster, wanted.num_proc, **stage) as driver:
+    how: dict[str, Any] = {"stream_output": wanted.output.console, "preload": preload_of(wanted)}
+    with SparkTasks.of_stage(cluster, wanted.num_proc, group=wanted.title, about=wanted.about, **how) as tasks:
         try:
-            return run_in_tasks(driver, wanted)
+            return run_in_tasks(tasks, wanted)
         except JobFailedError as error:
             # Tasks that are killed end a little before the job that somebody has cancelled.
-            reason = driver.stage.cancellation(_CANCELLATION_S) if LOST_TASK in str(error) else ""
+            reason = tasks.running_stage.cancellation(_CANCELLATION_S) if LOST_TASK in str(error) else ""
             if not reason:
                 raise
             raise JobFailedError(f"Spark job has failed: {reason}", rank=error.rank) from error

@@ -9,6 +9,7 @@ job. The process ends with the worker, which Spark keeps for a minute without wo
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import os
 import select
@@ -20,12 +21,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from hora.launch.agent.agent import serve_locally
 from hora.launch.agent.fork_server import OWN, ForkServer, differ_only_in, serve
-from hora.launch.controller.launcher import AgentProcess
-from hora.launch.environment import first_variables
+from hora.launch.agent.protocol import Invitation
+from hora.launch.agent.session import obey
+from hora.launch.environment import first_variables, replace_variables
 from hora.launch.limits import END_S
-from hora.launch.processes import module_command, name_process, send_signal
+from hora.launch.processes import module_command, name_process
 from hora.launch.worker import run_forked
 
 # Variables that may differ in a rank, because no preloaded module has read them.
@@ -38,15 +39,13 @@ def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> N
         _warm_process(_own_variables(python_path)).request(None, (), modules)
 
 
-def agent(modules: Sequence[str], env: Mapping[str, str]) -> AgentProcess | None:
+def agent(modules: Sequence[str], python_path: str, invitation: Invitation) -> WarmAgent:
     """Return an agent forked from the warm process, which is started or replaced if necessary.
 
-    None if a rank with this environment would differ from a fresh process.
+    Its workers are forks too, unless their environment would differ from that of a fresh process.
     """
-    own = _own_variables(env.get("PYTHONPATH", ""))
-    if not differ_only_in(env, own, _LATE):
-        return None
-    return _WarmAgent(_warm_process(own), modules)
+    late = {name: value for name, value in first_variables().items() if name.startswith(_LATE)}
+    return WarmAgent(_warm_process(_own_variables(python_path)), modules, late, invitation)
 
 
 def _own_variables(python_path: str) -> dict[str, str]:
@@ -91,48 +90,58 @@ class _WarmProcess(ForkServer):
 _beside: _WarmProcess | None = None
 
 
-class _WarmAgent:
-    """A requested agent (`launcher.AgentProcess`). It holds the other end of `_life`, where its pid comes."""
+class WarmAgent:
+    """A requested agent, used like a `Popen`. It holds the other end of `_life`, where its pid and its status come."""
 
-    def __init__(self, server: _WarmProcess, modules: Sequence[str]) -> None:
-        (self.sock, link), (self._life, theirs) = socket.socketpair(), socket.socketpair()
-        with link, theirs:
-            server.request({}, [link.fileno(), theirs.fileno()], modules)
-        self._pid = 0
+    def __init__(
+        self, server: _WarmProcess, modules: Sequence[str], env: Mapping[str, str], invitation: Invitation
+    ) -> None:
+        (lifeline, theirs), (self._life, life) = socket.socketpair(), socket.socketpair(type=socket.SOCK_SEQPACKET)
+        complaints, stderr = os.pipe()
+        self.pid = 0  # not forked yet
+        self._status: int | None = None
+        self.stdin, self.stderr = lifeline.makefile("wb", buffering=0), os.fdopen(complaints, "rb", buffering=0)
+        lifeline.close()  # the file holds it
+        with theirs, life, os.fdopen(stderr, "wb", buffering=0):
+            fork = {"env": dict(env), "invitation": invitation._asdict()}
+            server.request(fork, [theirs.fileno(), stderr, life.fileno()], modules)
 
     def wait(self, timeout: float | None = None) -> int:
-        while select.select([self._life], [], [], timeout)[0]:
+        """Return the agent's exit status."""
+        while self._status is None:
+            if not select.select([self._life], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("agent", timeout or 0.0)
             said = self._life.recv(64)
-            if not said:
-                return 0
-            self._pid = int(said)
-        raise subprocess.TimeoutExpired("agent", timeout or 0.0)
-
-    def kill(self) -> None:
-        try:
-            self.wait(0)
-        except subprocess.TimeoutExpired:
-            if self._pid:  # not forked yet: closing the link ends it
-                send_signal(self._pid, signal.SIGKILL)
+            if said and not self.pid:
+                self.pid = int(said)
+            else:
+                self._status = int(said or 128 + signal.SIGKILL)
+                self._life.close()
+        return self._status
 
 
 # In the process.
 
 
-def _be_agent(_: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
-    """In a fork: run an agent with this link, whose workers are forks too."""
+def _be_agent(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
+    """In a fork: run an agent, whose workers are forks too."""
     status = 1
     try:
         worker.close()
-        link, life = descriptors
+        lifeline, stderr, life = descriptors
         os.write(life, str(os.getpid()).encode())
+        own = first_variables()
+        replace_variables(own | request["env"])
         os.setsid()
         name_process("hora-agent")
-        os.dup2(link, 0)
-        os.dup2(2, 1)
-        os.dup2(life, 3, inheritable=False)
+        for target, source in ((0, lifeline), (2, stderr), (1, stderr), (3, life)):
+            os.dup2(source, target, inheritable=target < 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        status = serve_locally(execute=_be_worker)
+        invitation = Invitation(**request["invitation"])
+        suits = functools.partial(differ_only_in, own, prefixes=_LATE)
+        status = obey(invitation, report=3, fork=_be_worker, suits=suits, has_fork_server=False)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
     except BaseException:  # this process has no caller to tell, only the executor's log
         os.write(2, traceback.format_exc().encode())
     finally:
