@@ -132,6 +132,7 @@ class Training:
     def happen(self, moment):
         error = self.faults.pop((self.state.iteration, moment), None)
         if error is not None:
+            hvd.barrier()  # or a rank could make the next commit before the other one has failed
             raise error
 
 
@@ -203,5 +204,34 @@ def test_hosts_change_in_the_middle_of_an_accumulation(front):
         wanted = Training(FRONTS[front], {}, (8,)).run()
         training = Training(FRONTS[front], {(9, "committed"): HostsUpdatedInterrupt(False)}, (8,))
         assert_close(training.run(), wanted, 1e-6)
+
+    in_session(body)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("front", ["plain", "groups"])
+def test_a_rank_that_is_a_commit_behind_takes_the_passes_of_the_root(front):
+    """Rank 0 has made a commit in the middle of an accumulation; rank 1 has failed before."""
+
+    def body():
+        net = torch.nn.Linear(2, 3, bias=False)
+        optimizer = FRONTS[front](
+            torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), backward_passes_per_step=2
+        )
+        state = hvd.elastic.TorchState(model=net, optimizer=optimizer)
+        state.sync()
+        for last in (False, True):  # after the first recovery the ranks' commits are the same again
+            net(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+            if hvd.rank() == 0 or last:
+                state.save()
+            state.restore()
+            state.sync()
+            own = hvd.rank() + 1.0 if last else 1.0
+            assert net.weight.grad.unique().tolist() == [own]
+            before = net.weight.detach().clone()
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(before - net.weight.detach(), torch.full((3, 2), 2.5 if last else 2.0))
 
     in_session(body)

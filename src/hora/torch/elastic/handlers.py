@@ -191,9 +191,16 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """Handles an optimizer: its state, its groups' options, and the gradients of the passes since its last step."""
+    """Handles an optimizer: its state, its groups' options, and the gradients of the passes since its last step.
+
+    These gradients are each rank's own, as long as the ranks go back to the same commit. A rank may have made a commit
+    more than another when the world breaks; then, and in newcomers, the root's take their place.
+    """
+
+    _num_saved = 0  # which commit it is, by the root's count
 
     def save(self) -> None:
+        self._num_saved += 1
         super().save()
         if isinstance(self.value, _DistributedOptimizer) and (kept := self.value.accumulated()):
             self._saved[_ACCUMULATED] = snapshot(kept, None)
@@ -212,6 +219,12 @@ class OptimizerStateHandler(SnapshotHandler):
 
     def broadcast(self, root_rank: int) -> None:
         broadcast_optimizer_state(self.value, root_rank=root_rank)
+        if isinstance(self.value, _DistributedOptimizer):
+            mine = self._num_saved, self.value.accumulated()
+            self._num_saved, kept = broadcast_object(mine, root_rank=root_rank, name="elastic.accumulated")
+            if mine[0] != self._num_saved:
+                self.value.discard_step()
+                self.value.resume_step(kept)
 
 
 class SamplerStateHandler(SnapshotHandler):
