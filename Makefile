@@ -84,7 +84,7 @@ release-check:
 release-notes: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt cyclonedx-bom
 	mkdir -p out/release
-	awk '/^## [0-9]/ { n++ } n == 1' CHANGELOG.md > out/release/notes.md
+	awk '/^## / { n++ } n == 1' CHANGELOG.md > out/release/notes.md
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file out/release/hora.cdx.json $(BIN)/python
 
 demo: $(STAMP)
