@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from hora.events import Timeline
+from hora.telemetry import PARTS
 from hora.watch.address import find_pages
 from hora.watch.model import Entry
 from hora.watch.recording import Recorder, read_run
@@ -201,7 +202,7 @@ def test_profile_a_rank_and_download_everything(tab, four_ranks):
     with tab.expect_download(timeout=60_000) as download:
         tab.click("#menu >> text=Download everything")
     bundle = zipfile.ZipFile(io.BytesIO(Path(download.value.path()).read_bytes()))
-    assert set(bundle.namelist()) == {"run.hora", "now.json", "output.txt", "README"}
+    assert set(bundle.namelist()) == {"run.hora", "now.json", "output.txt", "verdict.json", "README"}
     (four_ranks.folder / "run.hora").write_bytes(bundle.read("run.hora"))
     recorded = read_run(four_ranks.folder / "run.hora")
     assert recorded.progress()[0] > 10
@@ -307,7 +308,7 @@ def test_the_page_shows_a_recorded_run(tab, tmp_path):
         assert tab.locator("#n-size").inner_text() == "7"
         assert tab.locator("#n-worlds").is_visible()  # the chart of the world's size over time
         assert tab.locator("#bars .stack").count() == 7
-        assert tab.locator("#bars .stack").first.locator("i").count() == 7
+        assert tab.locator("#bars .stack").first.locator("i").count() == len(PARTS)
         _shows(tab, "#legend", "waiting for data.*backward.*waiting for other ranks.*optimizer", 10)
         wire = (r"network.*↑ [\d.]+ MB/s · [\d.]+ MB a step", r"link.*\d+ % of 1\.\d+ GB/s")
         for kind in ("cpu", "memory", "gpu 0", "gpu 1", "shm", *wire):
