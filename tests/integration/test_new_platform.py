@@ -5,6 +5,7 @@ Each has host name, processes, mounts and memory of its own, but the machine's n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -70,7 +71,12 @@ def average_and_place():
 
 
 def left_over():
-    return [one.pid for one in psutil.Process().children(recursive=True) if "hora.launch" in " ".join(one.cmdline())]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, reaped or not
+            if "hora.launch" in " ".join(one.cmdline()):
+                found.append(one.pid)
+    return found
 
 
 def test_ranks_in_containers_train_together():
