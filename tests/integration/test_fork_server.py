@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_process import JobProcess
+from job_process import JobProcess, run_command
 
 import horovod
 from waiting import wait_until
@@ -204,3 +204,86 @@ def test_a_single_worker_needs_no_fork_server():
 
     assert horovod.run(look, num_proc=1) == [False]
     assert horovod.run(look, num_proc=2) == [True, True]
+
+
+SPARE = """
+import sys
+was_loaded = "torch" in sys.modules
+import os, pickle, signal
+import torch
+import horovod.torch as hvd
+
+class Kept:
+    pass
+
+hvd.init()
+assert pickle.loads(pickle.dumps(Kept)) is Kept and sys.modules["__main__"].Kept is Kept
+assert sys.argv[1:] == ["an argument"] and os.path.isabs(__file__)
+net = torch.nn.Linear(2, 1)
+first = net.weight.tolist()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+state = hvd.elastic.TorchState(net, optimizer, step=0, per_step=True)
+
+@hvd.elastic.run
+def train(state):
+    sizes = [hvd.size()]
+    while state.step < 10 or hvd.size() < 2:
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        if os.environ["HORA_WORKER"] == "1" and state.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+    return sizes
+
+train(state)
+print("end", os.environ["HORA_WORKER"], was_loaded, first, hvd.size(), flush=True)
+if hvd.rank() == 0:
+    raise SystemExit(0)
+"""
+
+
+def test_a_spare_of_a_command_takes_the_place_of_a_dead_rank(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(SPARE)
+    command = ["-np", "2", "--min-np", "1", "--spares", "1", sys.executable, str(script), "an argument"]
+    status, output, errors = run_command("hora", "run", *command)
+    assert status == 0, output + errors
+    ends = [line.split("end ")[1] for line in output.splitlines() if "end " in line]
+    assert sorted(line.split()[:2] for line in ends) == [["0", "True"], ["2", "True"]]
+    assert len({line.partition("[[")[2] for line in ends}) == 1, "both begin with torch's own seed"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no data')", 1, "no data"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_forked_program_ends_like_an_executed_one(tmp_path: Path, ending: str, status: int, said: str):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\nimport torch\n{ending}\n")
+    command = ["-np", "2", "--min-np", "2", "--spares", "1", sys.executable, "-u", str(script)]
+    found, output, errors = run_command("hora", "run", *command)
+    assert found == status, output + errors
+    assert said in errors
+    assert "program.py" not in errors, "the stack begins in the program"
+
+
+def test_a_spare_needs_a_python_program():
+    status, _, errors = run_command("hora", "run", "-np", "2", "--min-np", "1", "--spares", "1", "sh", "-c", "true")
+    assert status != 0
+    assert "--spares needs a command of the form `python SCRIPT …`" in errors
+
+
+def test_a_program_that_sets_what_torch_reads_is_executed(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nos.environ['OMP_NUM_THREADS'] = '1'\nprint('torch' in sys.modules)\n")
+    command = ["-np", "1", "--min-np", "1", "--spares", "1", sys.executable, str(script)]
+    status, output, errors = run_command("hora", "run", *command)
+    assert status == 0, errors
+    assert "False" in output
+    assert "sets variables that torch reads when it is imported" in errors

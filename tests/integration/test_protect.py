@@ -156,10 +156,10 @@ def test_what_cannot_be_protected_is_refused_on_every_rank():
     assert [len(found) for found in results] == [9, 8]
 
 
-def test_a_newcomer_takes_the_place_of_a_dead_rank_between_two_steps(tmp_path: Path):
+@pytest.mark.parametrize("returns", [["--blacklist-cooldown-range", "1", "2"], ["--spares", "1"]])
+def test_a_newcomer_takes_the_place_of_a_dead_rank_between_two_steps(tmp_path: Path, returns: list[str]):
     command = [sys.executable, str(_SCRIPT.with_name("growing_training.py")), str(tmp_path)]
-    options = ["-np", "3", "--min-np", "2", "--blacklist-cooldown-range", "1", "2"]
-    status, output, errors = run_command("hora", "run", *options, *command)
+    status, output, errors = run_command("hora", "run", "-np", "3", "--min-np", "2", *returns, *command)
     assert status == 0, output + errors
     first, second, newcomer = (torch.load(tmp_path / f"{worker}.pt") for worker in (0, 2, 3))
     assert first["steps"] == second["steps"]

@@ -224,6 +224,8 @@ class Job:
     secret: bytes | None = field(default=None, repr=False)  # of a job that has one already
     id: str = ""  # the same
     port: int = 0  # of the rendezvous; 0: any
+    preload: tuple[str, ...] | None = None  # of a command whose ranks may be forked; see `WorkerSpec`
+    forks_one: bool = False  # a host's only worker is forked, too, if it may be: its successor starts faster
     # More variables for the ranks on a host, by host name
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
     lease: HostLease | None = field(default=None, repr=False)  # of hosts that another process may take back
@@ -255,6 +257,7 @@ class WorkerSpec:
     private_files: Mapping[str, bytes] = field(repr=False)
     # It may be forked from a process that has loaded these modules; None: execute it
     preload: tuple[str, ...] | None = None
+    forks_one: bool = False  # even if it is the only one there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,6 +246,8 @@ class Options:
     leave_timeout: int | None = _option("--leave-timeout", section="elastic", low=1, default=25,
         launch_variable="HORA_LEAVE_TIMEOUT", metavar="SECONDS",
         help="time that ranks have to commit and leave (status 75) after a SIGTERM")
+    spares: int | None = _option("--spares", section="elastic", low=1, metavar="N",
+        help="replace a dead rank at once, N times on each host, from a process that has imported torch")
     reset_limit: int | None = _option("--reset-limit", section="elastic", low=0, metavar="N",
         help="largest number of membership changes (default: unlimited)")
     cooldown_range: tuple[int, int] | None = _option("--blacklist-cooldown-range", section="elastic", low=1,

@@ -1,4 +1,4 @@
-"""Modules that a pickled function will import: the fork server imports them once per host, before it forks ranks."""
+"""Modules that a pickled function or a script will import: the fork server imports them once per host, and forks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_"
 _LOADED_IN_ADVANCE = {
     "torch": (b"torch",),
     "horovod.torch": (b"horovod.torch",),
+    "hora.elastic": (b"hora.elastic",),
     "hora.spark.estimator.training": (b"hora.spark.estimator.training",),
     "torch._dynamo": (b"torch", b"optim"),
 }

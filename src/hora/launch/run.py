@@ -47,6 +47,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
     dashboard: bool | None = None,
+    spares: int | None = None,
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on ranks and return their values in rank order.
 
@@ -78,6 +79,7 @@ def run(
         network_interfaces: Names of the interfaces over which ranks talk, as `eth0`.
         executable: The Python interpreter of the ranks; by default this one.
         dashboard: `True` or `HOST:PORT`: serve the live page of this job.
+        spares: Elastic: how many dead ranks of each host are replaced at once, by processes that have imported torch.
 
     Raises:
         RuntimeError: A rank failed (`hora.errors.JobFailedError`): the error names it, shows its traceback and has its

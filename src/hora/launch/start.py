@@ -21,7 +21,9 @@ from hora.launch.controller.loop import Leadership, run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
+from hora.launch.preload import modules_to_preload
 from hora.launch.processes import ended_by_signals
+from hora.launch.program import Program
 from hora.launch.providers.base import Provider
 from hora.launch.providers.local import ThisMachine
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
@@ -224,6 +226,7 @@ def elastic_spec(
         local_only=agents is None,
         cooldown_range=options.cooldown_range,
         leave_s=float(options.effective("leave_timeout")),
+        forgiven=options.spares or 0,
     )
 
 
@@ -266,6 +269,8 @@ def make_job(
         output=OutputOptions(timestamp=bool(options.prefix_output_with_timestamp), directory=options.output_filename),
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
+        preload=_preload(options) if function is None and options.spares and elastic is not None else None,
+        forks_one=bool(options.spares),
         secret=None if nodes is None else nodes.job_secret,
         watching=Watching.wanted(
             environ,
@@ -275,6 +280,24 @@ def make_job(
             verdict=options.verdict,
         ),
     )
+
+
+def _preload(options: Options) -> tuple[str, ...] | None:
+    """Return the modules of the command that each host's fork server loads; None: its ranks cannot be forked."""
+    program = Program.of(options.command)
+    if program is None:
+        raise ValueError(
+            "--spares needs a command of the form `python SCRIPT …` or `python -m MODULE …`, which a process that has "
+            f"imported torch can begin, but it is: {' '.join(options.command)}"
+        )
+    modules = modules_to_preload(program.text())
+    if modules is None:
+        _log.warning(
+            "--spares: %s sets variables that torch reads when it is imported, so new ranks import it again; set them "
+            "in the environment of the command instead",
+            program.name,
+        )
+    return modules
 
 
 def _directory() -> str:

@@ -27,6 +27,7 @@ from hora.launch.environment import replace_variables, variables
 from hora.launch.limits import CONNECT_S
 from hora.launch.pickling import pickle_exception, pickle_result
 from hora.launch.processes import enter, name_process
+from hora.launch.program import Program
 from hora.launch.providers.spark.no_driver import NO_DRIVER, forbid_driver
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.platforms.detect import detect_world
@@ -52,22 +53,24 @@ def become(request: dict[str, Any], descriptors: list[int], agent: socket.socket
     for descriptor in descriptors:
         os.close(descriptor)
     inherited = {name: value for name, value in variables().items() if name not in request["unset"]}
-    run_forked(inherited | request["env"])
+    run_forked(inherited | request["env"], Program.of(request["argv"]))
 
 
-def run_forked(env: Mapping[str, str]) -> NoReturn:
-    """In a fork that has its streams: run a worker with this environment to the end of the process."""
+def run_forked(env: Mapping[str, str], program: Program | None = None) -> NoReturn:
+    """In a fork that has its streams: run a worker with this environment to the end of the process. It runs a function,
+    or this program.
+    """
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
     # NumPy's and torch's generators would be identical in every fork; Python reseeds its own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and program is None:  # a program finds the seed with which torch begins
         sys.modules["torch"].default_generator.seed()
     if "hora.torch_backend" in sys.modules:  # torch was loaded in an environment that may have lacked HORA_REPLACE_GLOO
         sys.modules["hora.torch_backend"].register()
     try:
-        status = main()
+        status = main() if program is None else program.run()
     except BaseException:  # as the interpreter does it at the end of a script
         traceback.print_exc()
         status = 1

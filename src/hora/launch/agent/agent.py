@@ -418,7 +418,7 @@ class Agent:
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
             self._listen_to(self._forks.process, worker)
-        requested = self._forks.fork(worker, executable, modules, env, order.cwd)
+        requested = self._forks.fork(worker, order.argv, modules, env, order.cwd)
         if requested:
             self._requested[worker] = (order, env)
         return requested

@@ -1,15 +1,16 @@
 """The fork server: a process that imports a rank's modules once and forks the requested processes.
 
 Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. An agent has a fork server
-for workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
-Spark has one for its agents (`warm_pool`). Importing starts no threads that a fork would lose, and nothing is computed
-here. Requests arrive at the socket that is the server's standard input.
+for workers that run a function, and with `--spares` for those of a command, which are executed otherwise:
+`hora.launch.worker --fork-server module …`. A Python worker of Spark has one for its agents (`warm_pool`). Importing
+starts no threads that a fork would lose, and nothing is computed here. Requests arrive at the socket that is the
+server's standard input.
 
 `serve` is the server, `ForkServer` the client, `WorkerForks` the client of an agent.
 
 Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker
-(`hora.launch.worker`) is requested by {"env", "unset", "cwd", "agent"} with stdout and stderr; the answer is its pid,
-0 if it could not be forked. A server that cannot fork at all ends, and its client does without it.
+(`hora.launch.worker`) is requested by {"env", "unset", "cwd", "agent", "argv"} with stdout and stderr; the answer is
+its pid, 0 if it could not be forked. A server that cannot fork at all ends, and its client does without it.
 """
 
 from __future__ import annotations
@@ -132,16 +133,17 @@ class WorkerForks(ForkServer):
         threading.Thread(target=self._fork_all, name="hora-agent-forks", daemon=True).start()
 
     def fork(
-        self, worker: int, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None
+        self, worker: int, argv: Sequence[str], modules: Sequence[str], env: Mapping[str, str], cwd: str | None
     ) -> bool:
         """Have this worker forked. Return False if its program or its environment is another one."""
-        if (executable, *modules) != self._program or not differ_only_in(env, self._env, OWN):
+        if (argv[0], *modules) != self._program or not differ_only_in(env, self._env, OWN):
             return False
         request = {
             "env": {name: value for name, value in env.items() if self._env.get(name) != value},
             "unset": [name for name in self._env if name not in env],
             "cwd": cwd,
             "agent": os.getpid(),
+            "argv": list(argv),
         }
         self._requests.put((worker, request))
         return True

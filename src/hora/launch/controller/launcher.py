@@ -137,7 +137,8 @@ class AgentHandle:
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         assert self._events is not None
         # A single worker is not worth a fork server, but a new worker of an elastic job may use an existing one.
-        self._has_fork_server = self._has_fork_server or len(workers) > 1
+        wanted = len(workers) > 1 or any(spec.forks_one for spec in workers)
+        self._has_fork_server = self._has_fork_server or wanted
         with self._lock:
             ended = self._ended
             if ended is None:

@@ -239,7 +239,7 @@ class _Controller(Observation):
         self._reasons: dict[int, str] = {}  # reasons for exits that the job itself causes
         self._master: dict[str, str] = {}  # where torch's env:// meets
         self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._preload = None if job.function is None else modules_to_preload(job.function)
+        self._preload = job.preload if job.function is None else modules_to_preload(job.function)
         self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
         self._policy = self._choose_policy(elastic)
         self._id, self._secret = job.id or secrets.token_hex(8), job.secret or new_secret()
@@ -591,6 +591,7 @@ class _Controller(Observation):
                 cwd=job.cwd,
                 private_files={"HORA_SECRET_FILE": self._key_of(number)},
                 preload=self._preload,
+                forks_one=job.forks_one,
             )
             specs.append(spec)
         if job.verbose:
