@@ -1,15 +1,15 @@
 """Compare `init_process_group("hora")` with gloo: two groups of the same processes take turns.
 
-    python -m benchmarks.process_group                    all cases, about five minutes on two cores
+    python -m benchmarks.process_group                    all cases, about ten minutes on two cores
     python -m benchmarks.process_group --quick            fewer rounds and sizes
     python -m benchmarks.process_group --cases all_reduce,messages --sizes 4K,1M
     python -m benchmarks.offices --ranks 2 -- python -m benchmarks.process_group --cases all_reduce,DDP
 
 The last command uses two hosts of two ranks, as root: HORA_ENCRYPT=always encrypts Hora's streams, gloo's are plain.
 
-One thread per rank, float32. Bytes are a rank's input: its part of a gather, its input of a reduce-scatter divided by
-the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest round in
-brackets.
+One thread per rank, float32. Bytes are a rank's input: its part of a gather or scatter, its input of a reduce-scatter
+divided by the ranks. "times" is gloo's time divided by ours, the median over the rounds, with the smallest and largest
+round in brackets. "torch" is the same call on a group that does nothing: what torch's own functions take.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functions
+import torch.testing._internal.distributed.fake_pg  # registers a group that does nothing
 from torch import nn
 
 from benchmarks.collectives import Contenders, measured, num_bytes, ratios_of
@@ -32,6 +34,8 @@ from benchmarks.names import some_of
 
 SIZES = "4K,64K,1M,16M,64M"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "messages")
+LISTS = ("gather_list", "scatter_list", "gather", "scatter", "reduce", "coalesced", "objects")
+FUNCTIONAL = ("functional_gather", "functional_scatter", "operator_gather", "operator_scatter")
 STEPS = ("DDP", "FSDP2", "tensor_parallel")
 WIDTH, HEADS, TOKENS = 512, 8, 16  # of the transformer block
 
@@ -66,6 +70,41 @@ def collective(case: str, size: int, group: Group) -> Call:
             dist.send(mine, 0, group=group)
 
     return there_and_back
+
+
+def of_lists(case: str, size: int, group: Group) -> Call:
+    """Return a function that calls a collective of lists, of objects, or of which one rank has the result."""
+    ranks, rank, count = dist.get_world_size(), dist.get_rank(), size // 4
+    mine, parts = torch.zeros(count), [torch.zeros(count) for _ in range(ranks)]
+    at_root = parts if rank == 0 else None
+    if case == "gather_list":
+        return lambda: dist.all_gather(parts, mine, group=group)
+    if case == "scatter_list":
+        return lambda: dist.reduce_scatter(mine, parts, group=group)
+    if case == "gather":
+        return lambda: dist.gather(mine, at_root, 0, group=group)
+    if case == "scatter":
+        return lambda: dist.scatter(mine, at_root, 0, group=group)
+    if case == "reduce":
+        return lambda: dist.reduce(mine, 0, group=group)
+    if case == "coalesced":
+        several = [torch.zeros(count // 2) for _ in range(2)]
+        return lambda: dist.all_reduce_coalesced(several, group=group)
+    mine_as_bytes = bytes(size)
+    return lambda: dist.all_gather_object([None] * ranks, mine_as_bytes, group=group)
+
+
+def functional(case: str, size: int, group: Group) -> Call:
+    """Return a function that calls a functional collective, or the operator behind it."""
+    ranks, count, operators = dist.get_world_size(), size // 4, torch.ops._c10d_functional
+    mine, whole = torch.zeros(count), torch.zeros(count * ranks)
+    if case == "functional_gather":
+        return lambda: functions.wait_tensor(functions.all_gather_tensor(mine, 0, group))
+    if case == "functional_scatter":
+        return lambda: functions.wait_tensor(functions.reduce_scatter_tensor(whole, "sum", 0, group))
+    if case == "operator_gather":
+        return lambda: operators.wait_tensor(operators.all_gather_into_tensor(mine, ranks, group.group_name))
+    return lambda: operators.wait_tensor(operators.reduce_scatter_tensor(whole, "sum", ranks, group.group_name))
 
 
 class Block(nn.Module):
@@ -144,13 +183,19 @@ def training(case: str, name: str, group: Group) -> Call:
     return step(model, torch.optim.SGD(model.parameters(), lr=0.01), workload)
 
 
+MAKERS = {COLLECTIVES: collective, LISTS: of_lists, FUNCTIONAL: functional}
+
+
 def cases_of(arguments: argparse.Namespace, groups: dict[str, Group]) -> list[tuple[str, Contenders]]:
     """Return the cases: a label and its contenders."""
     found: list[tuple[str, Contenders]] = []
     for case in arguments.cases:
-        if case in COLLECTIVES:
+        make = next((make for cases, make in MAKERS.items() if case in cases), None)
+        if make is not None:
+            torch_alone = {} if case in COLLECTIVES else {"torch": dist.new_group(backend="fake")}
             for size in arguments.sizes.split(","):
-                calls = {name: collective(case, num_bytes(size), group) for name, group in groups.items()}
+                contenders = (groups | torch_alone).items()
+                calls = {name: make(case, num_bytes(size), group) for name, group in contenders}
                 found.append((f"{case} {size}", calls))
         elif case == "tensor_parallel":
             found.append((case, {name: tensor_parallel(group) for name, group in groups.items()}))
@@ -189,7 +234,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-np", type=int, default=2, dest="num_ranks", help="ranks (default: 2)")
     parser.add_argument("--sizes", help=f"bytes, with K or M (default: {SIZES}; with --quick 4K,1M,16M)")
-    parser.add_argument("--cases", type=some_of(COLLECTIVES + STEPS), default="all", help="or all (the default)")
+    parser.add_argument(
+        "--cases", type=some_of(COLLECTIVES + LISTS + FUNCTIONAL + STEPS), default="all", help="or all (the default)"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: 9; with --quick 3)")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()

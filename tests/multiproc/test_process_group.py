@@ -332,6 +332,35 @@ def check_repeated_collectives(rank, size, count, dtype):
 
 
 @in_group
+def test_repeated_calls_of_lists_give_the_results_of_the_first_ones(rank, size):
+    """Of tensors of several shapes, strided and with gradients, waited for at once or later."""
+    for step in range(4):
+        later = step % 2 == 1
+        mine, lists = torch.full((3, 2), float(rank + step)), torch.zeros(size, 2, 3)
+        targets = [one.t() if step == 2 else torch.zeros(3, 2, requires_grad=step == 3) for one in lists]
+        expected = [torch.full((3, 2), float(member + step)) for member in range(size)]
+        call = dist.all_gather(targets, mine, async_op=later)
+        several = [torch.full((2, 2), float(rank)), torch.full((3,), 1.0), torch.full((), float(step))]
+        if step == 2:
+            several[0] = torch.full((2, 4), float(rank))[:, ::2]
+        work = dist.group.WORLD.allreduce_coalesced(several)
+        root = dist.gather(mine, [torch.zeros(3, 2) for _ in range(size)] if rank == 1 else None, 1, async_op=later)
+        part = torch.zeros(3, 2)
+        back = dist.scatter(part, expected if rank == 0 else None, 0, async_op=later)
+        for waited in (back, work, root, call):
+            if waited is not None:
+                waited.wait()
+        assert all(torch.equal(one, other) for one, other in zip(targets, expected, strict=True))
+        assert torch.equal(part, expected[rank])
+        sums = [float(sum(range(size))), float(size), float(step * size)]
+        assert all(torch.equal(one, torch.full_like(one, sums[index])) for index, one in enumerate(several))
+    dist.all_reduce_coalesced([torch.ones(3), torch.ones(2)])
+    dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
+    with pytest.raises(HorovodInternalError, match=r"Mismatched .*rank 0 has .*rank 1 has"):  # both know theirs
+        dist.all_reduce_coalesced([torch.ones(2 + (rank == 1)), torch.ones(2 + (rank != 1))])
+
+
+@in_group
 def test_threads_exchange_messages_of_all_lengths(rank, size):
     """Each thread has its own tag; messages fit into a ring or are longer, and arrive before or after their receive."""
     after, before, wrong = (rank + 1) % size, (rank - 1) % size, []

@@ -1,5 +1,7 @@
 """Repeated calls: the fast path for collectives of one tensor that all members of one host call in the same order.
 
+An allreduce of several tensors is one of the flat tensor in which its caller has packed them.
+
 The call is not queued or announced, and wakes no thread. The native part publishes a record
 (`negotiation.shared_memory`), and when all members' records are equal, each member does its part. Everything else takes
 the ordinary path: another request in flight, other news, a rank that has joined, an active timeline, operations that
@@ -36,7 +38,7 @@ _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _UNSETTLED = (_WAITING, _MOVING)
 _pack = CALL.pack_into
 _clock = time.perf_counter
-_TOKEN = ("uint8",), ((1,),)  # dtype and shape of the tensor that a barrier reduces
+_TOKEN = ("uint8",), ((1,),)  # dtypes and shapes of the tensors that a barrier reduces
 
 
 class CallPlan:
@@ -46,14 +48,14 @@ class CallPlan:
 
     def __init__(self, path: RepeatedCalls, signature: Signature, transport: ShmTransport) -> None:
         is_barrier = signature.kind == Kind.BARRIER
-        (name,), (shape,) = _TOKEN if is_barrier else (signature.dtypes, signature.shapes)
+        (name, *_), shapes = _TOKEN if is_barrier else (signature.dtypes, signature.shapes)
         self.path = path
         self.signature = signature
         self._transport, self.slots = transport, transport.slots
         self.unnamed = signature.name is None
         self._digest = (ctypes.c_uint8 * 16)(*signature.digest())
         self.kind = Kind.ALLREDUCE if is_barrier else KINDS[signature.kind]
-        count, size, dtype = prod(shape), len(path.ranks), DTYPES[name]
+        count, size, dtype = sum(map(prod, shapes)), len(path.ranks), DTYPES[name]
         self.num_bytes = ITEM_BYTES[name] * count
         # A short call keeps the GIL, so it must not sleep.
         short = self.num_bytes <= SHORT_BYTES
@@ -116,6 +118,8 @@ class RepeatedCalls:
 
     def plan(self, signature: Signature) -> CallPlan | None:
         """Return a plan; None if the transport does not exist yet, or the members' sizes differ."""
+        if len(signature.shapes) > 1 and not _can_be_packed(signature):
+            return None
         transport = self._queue.transports.get("cpu")
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
@@ -266,14 +270,23 @@ class RepeatedCalls:
         return go_on
 
 
+def _can_be_packed(signature: Signature) -> bool:
+    return signature.kind == Kind.ALLREDUCE and signature.device == "cpu" and len(set(signature.dtypes)) == 1
+
+
 def _request(
     plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
 ) -> Request:
     """Return the equivalent request for the ordinary path."""
     if plan.signature.kind == Kind.BARRIER:
         return Request(plan.signature)
-    source = tensor.view(plan.signature.shapes[0])
-    request = Request(plan.signature, [source], [source if out is tensor else out], [out])
+    shapes = plan.signature.shapes
+    if len(shapes) == 1:
+        source = tensor.view(shapes[0])
+        request = Request(plan.signature, [source], [source if out is tensor else out], [out])
+    else:
+        parts = [part.view(shape) for part, shape in zip(tensor.split([*map(prod, shapes)]), shapes, strict=True)]
+        request = Request(plan.signature, parts, parts, [out])
     if plan.last is not None:
         request.last, request.targets = plan.last, [out] if targets is None else targets
     return request

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceOptions
 
 from hora.engine.request import Kind, Reduce, ReduceOp, Request
-from hora.torch.distributed.calls import outputs_of, waits
+from hora.torch.distributed.calls import SMALL_BYTES, outputs_of, waits
 from hora.torch.distributed.reductions import PREMUL_SUM, SUM, Reduction, fold, moved, reduction_of
 from hora.torch.distributed.repeated import RepeatedCalls
 from hora.torch.distributed.signatures import arrange
@@ -34,7 +34,14 @@ class Allreduce(RepeatedCalls):
         opts = AllreduceCoalescedOptions() if opts is None else opts
         if len(tensors) == 1:
             return self._allreduce_one(tensors, opts)
-        return self._allreduce("all_reduce_coalesced", tensors, opts)
+        kinds = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        key = "all_reduce_coalesced", kinds, hash(opts.reduceOp)
+        if key in self._known:  # packed in one tensor
+            whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            work = self._again(key, whole, whole, opts, targets=tensors)
+            if work is not None:
+                return work
+        return self._allreduce("all_reduce_coalesced", tensors, opts, key)
 
     def average(self, source: Tensor, target: Tensor) -> Work:
         """Write the mean of all members' sources to a target in other memory. Sources stay as they are."""
@@ -65,8 +72,11 @@ class Allreduce(RepeatedCalls):
             many = len(some) > 1
             request = self._submit(operation, Kind.ALLREDUCE, some, some, reduce=reduce, grouped=many, wait=wait)
             requests.append(request)
-        if key is not None and hash(opts.reduceOp) != PREMUL_SUM:
-            self._remember(key, request, tensors[0])
+        if key is not None and hash(opts.reduceOp) != PREMUL_SUM and len(kinds) == 1:
+            if len(tensors) == 1:
+                self._remember(key, request, tensors[0])
+            elif sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+                self._remember(key, request, *tensors, last=_unpack)
         return self._work(requests, tensors, opts)
 
     def _allreduce_folded(
@@ -119,3 +129,9 @@ class Allreduce(RepeatedCalls):
         if hash(opts.reduceOp) != PREMUL_SUM:
             self._remember(key, request, tensor)
         return self._work([request], tensors, opts)
+
+
+def _unpack(request: Request) -> None:
+    """Copy the parts of a packed result to the caller's tensors."""
+    for target, result in zip(request.targets, outputs_of(request), strict=bool(request.targets)):
+        target.detach().copy_(result)

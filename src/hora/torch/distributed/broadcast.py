@@ -57,14 +57,16 @@ class Broadcast(RepeatedCalls):
         like, root = moved(output), self._ranks[opts.rootRank]
         whole = torch.cat(list(parts)) if parts else like.new_empty(like.numel() * self._size)
         key = "scatter", output.shape, output.dtype, root
-        work = self._again(key, whole, whole, opts, targets=[output])
+        begin = self._rank * like.numel()
+        part = whole[begin : begin + like.numel()]
+        work = self._again(key, whole, whole, opts, targets=[output], part=part)
         if work is not None:
             return work
 
         def write(request: Request) -> None:
-            (target,) = request.targets
-            rows = moved(target.detach())
-            rows.copy_(outputs_of(request)[0].view(self._size, -1)[self._rank].view_as(rows))
+            for target in request.targets:
+                rows = moved(target.detach())
+                rows.copy_(outputs_of(request)[0].view(self._size, -1)[self._rank].view_as(rows))
 
         wait, both = waits(opts), [whole]
         request = self._submit(
