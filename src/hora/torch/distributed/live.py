@@ -79,6 +79,19 @@ def carry_all(runtime: Runtime, *, limit_s: float) -> None:
         carry(group, runtime, limit_s=limit_s)
 
 
+def start_over(runtime: Runtime, default: Calls) -> None:
+    """Take the default group into this runtime's world, with all of its ranks, and destroy every other group: the
+    program makes them again (collective). A process that has just joined has made other groups than the others.
+    """
+    groups: list[Any] = [*dist.distributed_c10d._world.pg_map]
+    for group in groups:
+        if group is not default:
+            dist.destroy_process_group(group)
+    dist.distributed_c10d._world.group_count = 1  # names of new groups count on from that of the default group
+    rename(default, f"world of generation {runtime.world.generation}", runtime.workers)
+    carry(default, runtime, limit_s=default.limit_s)
+
+
 def _record_members() -> None:
     """Tell torch the members of every group, by their ranks in the default group."""
     records: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks

@@ -58,6 +58,8 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 def _loop(
     func: Training, reset: Callable[[], None], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    if not state.enter():
+        return func(state, *args, **kwargs)
     if engine.is_newcomer():  # everything is loaded and created: interrupt the others now, at a commit
         reset()
         state.on_reset()

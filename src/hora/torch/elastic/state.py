@@ -91,6 +91,12 @@ class State:
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], None]] = []
 
+    def enter(self) -> bool:
+        """Hook for subclasses: called before the elastic loop. Returns False if the function is to be called once,
+        without it.
+        """
+        return True
+
     def _progress(self) -> int:
         """Return a count of the progress that a failure cannot undo."""
         return self._num_commits
