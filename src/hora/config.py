@@ -70,6 +70,9 @@ class EngineConfig:
         "HOROVOD_GLOO_IFACE", "", "network interface for tensors between hosts", "a network interface"
     )
     log_level: str = _var("HOROVOD_LOG_LEVEL", "warning", "lowest level to log", "a log level")
+    full_traceback: bool = _var(
+        "HORA_FULL_TRACEBACK", False, "show the traceback of every rank that fails, with the frames of Hora"
+    )
     log_hide_time: bool = _var("HOROVOD_LOG_HIDE_TIME", False, "log without timestamps")
     thread_affinity: tuple[int, ...] = _var(
         "HOROVOD_THREAD_AFFINITY",

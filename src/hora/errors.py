@@ -77,7 +77,7 @@ class StartTimeoutError(TimeoutError):
 
 
 class JobFailedError(RuntimeError):
-    """A worker of a job failed. Has its rank, exit code, traceback and the end of its output."""
+    """A worker of a job failed. Has its rank, exit code, traceback and the end of its output, and one line for all."""
 
     def __init__(
         self,
@@ -87,9 +87,11 @@ class JobFailedError(RuntimeError):
         exit_code: int | None = None,
         remote_traceback: str | None = None,
         log_tail: str | None = None,
+        headline: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
         self.remote_traceback = remote_traceback
         self.log_tail = log_tail
+        self.headline = headline

@@ -7,17 +7,10 @@ up, never an import. Applications that give the logger `hora` their own handler 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import traceback
-from collections.abc import Callable
-from types import TracebackType
-
-from hora.errors import HorovodInternalError
 
 _NAMES = ("debug", "info", "warning", "error", "fatal")
 _LEVELS = {"trace": logging.DEBUG} | {name: getattr(logging, name.upper()) for name in _NAMES}
-_OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def printable(text: str) -> str:
@@ -53,25 +46,3 @@ def set_up(level: str, *, hide_time: bool, rank: int) -> None:
 
         hint = did_you_mean(level.lower(), _LEVELS) or f"; the levels are {', '.join(_LEVELS)}"
         logger.warning("HOROVOD_LOG_LEVEL=%s is no level%s", level, hint)
-
-
-def shorten_tracebacks(advice: Callable[[], str]) -> None:
-    """Omit Hora's own frames from the traceback of a HorovodInternalError that ends the script, and add the advice.
-
-    When a rank fails, the others end with this error: the user's own lines are useful, Hora's are not.
-    """
-    if getattr(sys.excepthook, "is_shortened", False):
-        return
-    plain = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, HorovodInternalError):
-            plain(kind, error, trace)
-            return
-        short = traceback.TracebackException(kind, error, trace)
-        frames = [frame for frame in short.stack if not frame.filename.startswith(_OWN_FILES)]
-        short.stack = traceback.StackSummary.from_list(frames or short.stack)
-        print("".join(short.format(chain=False)), end=advice(), file=sys.stderr, flush=True)
-
-    hook.is_shortened = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

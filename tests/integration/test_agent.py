@@ -103,8 +103,8 @@ def test_a_failure_on_the_other_node_is_reported_and_sets_every_exit_status(tmp_
     fails = "test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
     nodes = TwoNodes(tmp_path, "-np", "4", "sh", "-c", fails, platform="SkyPilot")
     assert nodes.wait() == [7, 7]
-    assert "Process name: 3\nExit code: 7" in nodes.jobs[0].text()
-    assert "oh no" in nodes.jobs[0].text()
+    assert "failed with exit code 7. Its last line: oh no" in nodes.jobs[0].text()
+    assert "hora run: process 3 on host" in nodes.jobs[0].text()
     nodes.assert_nothing_left()
 
 
@@ -119,7 +119,7 @@ def test_a_silent_node_is_dropped_and_exits_when_it_resumes(tmp_path):
         process.suspend()
     assert controller.wait(150) == 255
     assert "has not answered for 12 s and was given up; raise --silence-timeout" in controller.text()
-    assert "Process name: 1" in controller.text()
+    assert "hora run: process 1 on host" in controller.text()
     for process in stopped:
         process.resume()
     assert agent.wait(150) == 1

@@ -85,9 +85,12 @@ def test_each_command_reports_a_failure_in_its_own_format():
     for command, status in ((["horovodrun"], 1), (["hora", "run"], 7)):
         code, _, err = run_command(*command, *job)
         assert code == status
-        assert "Process name: 1\nExit code: 7\n" in err
-        assert "oh no" in err.partition("Exit code: 7")[2]
         assert "Traceback" not in err
+        if command == ["horovodrun"]:
+            assert "Process name: 1\nExit code: 7\n" in err
+            assert "oh no" in err.partition("Exit code: 7")[2]
+        else:
+            assert err.endswith("hora run: process 1 on host localhost failed with exit code 7. Its last line: oh no\n")
 
 
 TRAIN = """
@@ -121,10 +124,32 @@ def test_the_root_cause_is_shown_once_in_full_and_other_ranks_show_only_their_ow
     assert code == 1
     assert err.count("Traceback") == 2  # one per rank
     assert err.count('raise FileNotFoundError("part-1.bin is missing")') == 1
-    assert err.index("[1]<stderr>:Traceback") < err.index("Process name: 1")
-    assert err.rstrip().endswith("The last line of its output:\n  FileNotFoundError: part-1.bin is missing")
+    assert err.index("[1]<stderr>:Traceback") < err.index("hora run: process 1 on host localhost failed")
+    assert err.rstrip().endswith("failed with exit code 1. Its last line: FileNotFoundError: part-1.bin is missing")
     assert '[0]<stderr>:    hvd.allreduce(torch.ones(4), name="alone")' in err
     assert "hora/engine" not in err
+
+
+SAME = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+hvd.barrier()
+hvd.allreduce(torch.ones(4), op="sum")
+"""
+
+
+def test_equal_tracebacks_of_all_ranks_are_shown_once_without_frames_of_hora(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SAME)
+    code, _, err = run_command("hora", "run", "-np", "3", "python", str(script))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert err.count('hvd.allreduce(torch.ones(4), op="sum")') == 1
+    assert "torch/ops.py" not in err
+    whole = run_command("hora", "run", "-np", "3", "--full-traceback", "python", str(script))[2]
+    assert "torch/ops.py" in whole
+    assert "as on another rank" not in whole
 
 
 def test_a_plan_of_one_host_is_rejected_before_it_starts():
@@ -146,7 +171,7 @@ def test_a_plan_ends_with_its_table(tmp_path):
 def test_death_by_signal_is_128_plus_its_number():
     code, _, err = run_command("hora", "run", "-np", "1", "sh", "-c", "kill -9 $$")
     assert code == 128 + signal.SIGKILL
-    assert "Exit code: 137" in err
+    assert "failed with exit code 137 (killed by SIGKILL" in err
 
 
 def test_old_entry_point_runs_a_filled_object_and_raises_runtime_error(tmp_path):

@@ -244,7 +244,7 @@ def test_a_failure_in_a_pod_of_a_job_set_fails_the_job_and_is_reported(cluster, 
     assert running.outcome("train-node-0") == "Failed"
     if what == "a rank fails":
         assert (first.status(), second.status()) == (7, 7)
-        assert "Process name: 1\nExit code: 7" in first.log()
+        assert "hora run: process 1 on host train-node-0-1 failed with exit code 7" in first.log()
         assert "oh no" in first.log()
     elif what == "the second pod is killed":
         assert "the agent on host train-node-0-1" in first.log()

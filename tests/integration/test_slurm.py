@@ -159,7 +159,7 @@ def test_a_batch_script_with_mpirun_reports_the_first_failure(slurm, tmp_path):
     )
     assert job.wait(240) == 7
     said = (tmp_path / "out").read_text()
-    assert "Process name: 3\nExit code: 7" in said
+    assert "hora mpirun: process 3 on host n2 failed with exit code 7. Its last line: oh no" in said
     assert "rank 3 on n2\n" in said
     job.assert_nothing_left(60)
     slurm.wait_until_free()
@@ -229,7 +229,7 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
     status = job.wait(240)
     assert status != 0 or victim == "launcher"  # salloc returns 0 if its command is killed
     if victim == "worker":
-        assert "Exit code: 137" in job.text()
+        assert "failed with exit code 137" in job.text()
     if victim == "agent":
         assert "the agent on host n" in job.text()
     if victim == "node":

@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[2] / "src"
 HORA = SRC / "hora"
 BASE = {
     *("errors", "world", "config", "events", "files", "lifeline", "logs", "memory", "safe_load"),
-    *("version", "requirements", "foreign_horovod", "spelling", "platforms"),
+    *("version", "requirements", "foreign_horovod", "spelling", "platforms", "tracebacks"),
 }
 # The packages that a package may import besides itself and the base. Lazy imports count as any other.
 MAY_IMPORT: dict[str, set[str]] = {

@@ -206,7 +206,7 @@ timeline: {filename: t.json, mark_cycles: true}
 stall_check: {enabled: true, warning_time_seconds: 120, shutdown_time_seconds: 240}
 library_options: {mpi_threads_disable: true, replace_gloo: true, num_nccl_streams: 2, thread_affinity: 1,
                   gloo_timeout_seconds: 60}
-logging: {level: INFO, with_timestamp: false}
+logging: {level: INFO, with_timestamp: false, full_traceback: true}
 unknown: [1, 2]
 """
 
@@ -232,6 +232,7 @@ def test_a_config_file_sets_every_option_that_has_a_key(tmp_path):
         "HOROVOD_MPI_THREADS_DISABLE": "1", "HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_THREAD_AFFINITY": "1",
         "HORA_REPLACE_GLOO": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "1",
+        "HORA_FULL_TRACEBACK": "1",
     }  # fmt: skip
 
 

@@ -21,7 +21,8 @@ def exit_status_of(prog: str, command: Callable[[], int | None], *, failed: int 
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     except JobFailedError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        # Horovod's own command keeps Horovod's paragraph, which scripts may search.
+        print(f"{prog}: {error if failed else error.headline or error}", file=sys.stderr)
         return failed or error.exit_code or 1
     except BrokenPipeError:  # the reader of our output (`| head`) is gone; discard the rest of the buffer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

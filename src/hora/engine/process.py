@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hora import lifeline, logs
+from hora import lifeline, logs, tracebacks
 from hora.config import EngineConfig, misspelt_variables, strict
 from hora.engine.rendezvous import control_client, open_rendezvous
 from hora.engine.runtime import Runtime
@@ -147,6 +147,11 @@ def _advice_of_elastic_job() -> str:
     )
 
 
+def _is_first_to_raise(text: str) -> bool:
+    client = control_connection()
+    return client is None or client.is_first_to_raise(text)
+
+
 @functools.cache
 def _name_misspelt_variables() -> None:
     for text in misspelt_variables():
@@ -157,7 +162,7 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     global _last_place
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
-    logs.shorten_tracebacks(_advice_of_elastic_job)
+    tracebacks.install(full=config.full_traceback, is_first=_is_first_to_raise, advice=_advice_of_elastic_job)
     _name_misspelt_variables()
     _refuse_vulnerable_torch()
     if config.keep_freed_memory:

@@ -288,6 +288,8 @@ class Options:
     log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
         setting="log_level", choices=LOG_LEVELS, default=EngineConfig.log_level.upper(), metavar="LEVEL",
         help=f"lowest level to log: {' '.join(LOG_LEVELS)}")
+    full_traceback: bool | None = _worker("--full-traceback", section="logging", kind=bool,
+        key="logging.full_traceback", setting="full_traceback")
     log_with_timestamp: bool | None = _option("--log-with-timestamp", kind=bool, section="logging",
         off_flags=("--log-without-timestamp",), exclusive="timestamp", yaml="logging.with_timestamp",
         old_flags=(("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)),

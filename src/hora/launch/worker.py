@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from hora import tracebacks
 from hora.errors import HorovodInternalError
 from hora.launch.agent.fork_server import fork, serve
 from hora.launch.environment import replace_variables, variables
@@ -108,10 +109,12 @@ def main() -> int:
 
 
 def _report(client: ControlClient, error: BaseException) -> None:
-    # Drop our own frames above the user's function.
-    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
-    print(text, end="", file=sys.stderr, flush=True)
+    # Drop the frame of `main`.
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error = error.with_traceback(error.__traceback__.tb_next)
+    full = variables().get("HORA_FULL_TRACEBACK", "0") == "1"
+    text, shown = tracebacks.of_rank(error, full=full, is_first=client.is_first_to_raise)
+    print(shown, end="", file=sys.stderr, flush=True)
     try:
         pickled = pickle_exception(error.with_traceback(None))
     except Exception as problem:  # whatever a user's class does, the report must go out

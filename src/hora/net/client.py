@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import struct
@@ -37,6 +38,7 @@ PATH_KEY = "hora/path"
 # The server enforces a request's time limit and reports what was missing; only a dead server exceeds this.
 _SLACK_S = 10.0
 _QUICK_S = 60.0
+_LAST_WORDS_S = 1.0  # of a worker that is about to end
 # A message's header carries an error's text and has room for little more.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
@@ -181,9 +183,9 @@ class ControlClient:
         """Return the value of the key, as soon as a worker or the launcher has set it."""
         return self._request(requests.Get(key, timeout_s), waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, *, limit_s: float = _QUICK_S) -> int:
         """Add to a counter (0 if absent) and return its new value."""
-        return int(self._request(requests.Add(key, amount))[1])
+        return int(self._request(requests.Add(key, amount), limit_s=limit_s)[1])
 
     def delete(self, key: str) -> bool:
         """Return whether the key existed."""
@@ -212,6 +214,14 @@ class ControlClient:
         message, traceback = _fitted(message, _MESSAGE_BYTES), _fitted(traceback, _TRACEBACK_BYTES)
         request = requests.Raised(type_name[:200], message, traceback, consequence, pickled)
         self._request(request, limit_s=max(_QUICK_S, len(pickled) / 1e6))
+
+    def is_first_to_raise(self, text: str) -> bool:
+        """Return whether no other worker has raised this traceback; True if the launcher does not answer at once."""
+        key = f"raised/{hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
+        try:
+            return self.add(key, 1, limit_s=_LAST_WORDS_S) == 1
+        except (OSError, HorovodInternalError):
+            return True
 
     def say(self, text: str) -> None:
         """Print a line where the job was started. Does not wait."""

@@ -141,6 +141,12 @@ def _message(name: str, failure: Failure, report: Raised | None, tail: list[str]
     return "\n".join(parts) + "\n"
 
 
+def _headline(message: str, failure: str, last_line: str) -> str:
+    """Return the message in one line, for a console that has shown the output."""
+    text = f"{failure}. Its last line: {last_line}" if last_line else failure
+    return f"{message}: {text}" if message else text
+
+
 def _cause(report: Raised | None) -> BaseException | None:
     """Return the worker's own exception. The caller sent the function and trusts it; commands report no exception."""
     if report is None or not report.data:
@@ -542,11 +548,12 @@ class _Controller(Observation):
             raise JobFailedError(message)
         worker, slot = self._workers[failure.worker], self._places.get(failure.worker)
         others = "; ending the others" if len(self._workers) > 1 else ""
-        line = f"process {self._name(failure.worker)} on host {worker.host} {failure}{others}"
-        self._end_all("" if worker.written_off else line)
+        line = f"process {self._name(failure.worker)} on host {worker.host} {failure}"
+        self._end_all("" if worker.written_off else line + others)
         report, tail = self._reports.get(failure.worker), self._out.tail(failure.worker)
+        lines = tail.rstrip().splitlines()
         # The console has the output already: the message repeats its last line alone.
-        shown = tail.rstrip().splitlines()[-1 if self._job.output.console else -_TAIL_LINES :]
+        shown = lines[-1 if self._job.output.console else -_TAIL_LINES :]
         first = _message(self._name(failure.worker), failure, report, shown)
         raise JobFailedError(
             f"{message}\n{first}" if message else first,
@@ -554,6 +561,7 @@ class _Controller(Observation):
             exit_code=failure.code,
             remote_traceback=report.traceback if report else None,
             log_tail=tail,
+            headline=_headline(message, line, "" if report is not None or not lines else lines[-1]),
         ) from _cause(report)
 
     def _name(self, number: int) -> str:
