@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, cast
 
 from hora.spelling import did_you_mean
 
@@ -34,6 +34,14 @@ def _not_negative(number: float) -> float:
     if number < 0:
         raise ValueError("negative")
     return number
+
+
+def _range_of_ports(text: str) -> range:
+    first, dash, last = text.partition("-")
+    low, high = int(first), int(last if dash else first)
+    if not 0 < low <= high < 2**16:
+        raise ValueError(text)
+    return range(low, high + 1)
 
 
 def _choice(name: str, choices: tuple[str, ...], meaning: str) -> Any:
@@ -82,6 +90,13 @@ class EngineConfig:
         lambda text: tuple(int(_not_negative(int(core))) for core in text.split(",")),
     )
     transport: str = _choice("HORA_TRANSPORT", ("auto", "tcp"), "tcp: use sockets also between ranks of one host")
+    ports: range = _var(
+        "HORA_PORTS",
+        range(0),
+        "listen at these TCP ports only (default: at ports that the system chooses)",
+        "ports from 1 to 65535, as 20000-20100, the smaller one first",
+        _range_of_ports,
+    )
     encrypt: str = _choice(
         "HORA_ENCRYPT", ("auto", "always", "never"), "encrypt tensors between hosts; never: only on a trusted network"
     )
@@ -107,18 +122,25 @@ class EngineConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
         """Read the variables. Raises ValueError with the variable, its allowed values and its value."""
         env = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for item in fields(cls):
-            variable = item.metadata["variable"]
-            if not (text := env.get(variable)):
-                continue
-            try:
-                values[item.name] = item.metadata["parse"](text)
-            except ValueError:
-                raise ValueError(f"{variable} must be {item.metadata['what']}, but it is {text!r}") from None
+        values = {item.name: _read(item, env) for item in fields(cls) if env.get(item.metadata["variable"])}
         if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
             values.setdefault("keep_freed_memory", False)  # the user has configured the allocator
         return cls(**values)
+
+
+def _read(setting: Field[Any], env: Mapping[str, str]) -> Any:
+    """Return the value of a setting's variable; an unset one has the default."""
+    variable, what = setting.metadata["variable"], setting.metadata["what"]
+    text = env.get(variable)
+    try:
+        return setting.metadata["parse"](text) if text else setting.default
+    except ValueError:
+        raise ValueError(f"{variable} must be {what}, but it is {text!r}") from None
+
+
+def allowed_ports(environ: Mapping[str, str] | None = None) -> range:
+    """Return the ports at which this process may listen; empty if the user allows all. Raises ValueError."""
+    return cast(range, _read(EngineConfig.__dataclass_fields__["ports"], os.environ if environ is None else environ))
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> Iterator[str]:

@@ -82,14 +82,14 @@ def test_control_messages_between_nodes_cannot_be_read(nodes, tmp_path, encrypt)
     assert not readable
 
 
-def started(nodes, rank, folder, command, **environment):
+def started(nodes, rank, folder, command, meet="10.79.0.1:29500", **environment):
     """Start one of two nodes, with one rank that runs this command."""
     own = folder / str(rank)
     own.mkdir()
     secret = own / "secret"
     secret.touch(mode=0o600)
     secret.write_text("s" * 64)
-    place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", "10.79.0.1:29500", "--secret-file", str(secret)]
+    place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", meet, "--secret-file", str(secret)]
     line = [str(BIN / "hora"), "run", *place, "-np", "2", "--start-timeout", "120", "sh", "-c", command]
     return JobProcess(["ip", "netns", "exec", nodes[rank], *line], own, **environment)
 

@@ -46,6 +46,7 @@ while not pathlib.Path(sys.argv[2]).exists():
 if sys.argv[1] == "mpi":
     library.MPI_Finalize()
 """
+ALLOWED = range(20700, 20710)
 LOOPBACK, OWN, EVERY = "loopback", "the host's own address", "every address"
 # The command, its ranks' argument, its variables, and its ports: (process, where) -> rows of the tables.
 Ports = dict[tuple[str, str], list[str]]
@@ -134,6 +135,60 @@ def test_a_job_listens_where_the_tables_say(mode: str, tmp_path: Path):
     check([job], expected)
     finish.touch()
     assert job.wait() == 0, job.text()
+
+
+@pytest.mark.parametrize("mode", ["page", "sockets", "groups of torch", "torchrun"])
+def test_a_job_listens_at_the_ports_that_the_user_allows(mode: str, tmp_path: Path):
+    command, what, environment, expected = MODES[mode]
+    finish, rank = tmp_path / "finish", tmp_path / "rank.py"
+    rank.write_text(RANK)
+    python = [] if command is TORCHRUN else [sys.executable]
+    flags = ["--ports", f"{ALLOWED[0]}-{ALLOWED[-1]}"] if mode == "page" else []
+    allowed = {} if flags else {"HORA_PORTS": f"{ALLOWED[0]}-{ALLOWED[-1]}"}
+    argv = [*command, *flags, *python, str(rank), what, str(finish)]
+    job = JobProcess(argv, tmp_path, **{"HORA_MPI": "0", **environment, **allowed})
+    for number in (0, 1):
+        job.wait_for_text(f"ready {number}")
+    found = ports_of([job])
+    assert set(found) == set(expected)
+    ours = {
+        port for (kind, _), ports in found.items() if command is not TORCHRUN or kind == "rank" for _, port in ports
+    }
+    assert ours
+    assert ours <= set(ALLOWED)
+    finish.touch()
+    assert job.wait() == 0, job.text()
+
+
+def test_a_rank_that_finds_no_free_port_says_where_and_what_to_do(tmp_path: Path):
+    rank = tmp_path / "rank.py"
+    rank.write_text(RANK)
+    with contextlib.ExitStack() as stack:
+        for port in ALLOWED[1:]:  # the first is the rendezvous'
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        job = JobProcess(
+            [*HORA, "--ports", f"{ALLOWED[0]}-{ALLOWED[-1]}", sys.executable, str(rank), "hvd", "-"],
+            tmp_path,
+            HORA_TRANSPORT="tcp",
+        )
+        assert job.wait() != 0
+    said = f"all ports of HORA_PORTS={ALLOWED[0]}-{ALLOWED[-1]} are taken on {socket.gethostname()} (127.0.0.1)"
+    assert said in job.text()
+
+
+@pytest.mark.skipif(needs[1].args[0], reason=needs[1].kwargs["reason"])
+def test_a_job_on_two_hosts_listens_at_the_ports_that_the_user_allows(nodes, tmp_path: Path):  # noqa: F811
+    finish, rank = tmp_path / "finish", tmp_path / "rank.py"
+    rank.write_text(RANK)
+    program = f"exec {sys.executable} {rank} hvd {finish}"
+    where = {"meet": "10.79.0.1", "HORA_PORTS": f"{ALLOWED[0]}-{ALLOWED[-1]}"}
+    jobs = [started(nodes, node, tmp_path, program, **where) for node in range(len(NODES))]
+    wait_until("both ranks are ready", lambda: sum(job.text().count("ready") for job in jobs) == 2, 150)
+    found = ports_of(jobs)
+    assert set(found) == {("launcher", OWN), ("rank", OWN)}
+    assert {port for ports in found.values() for _, port in ports} <= set(ALLOWED)
+    finish.touch()
+    assert [job.wait() for job in jobs] == [0, 0], [job.text() for job in jobs]
 
 
 @pytest.mark.skipif(needs[1].args[0], reason=needs[1].kwargs["reason"])

@@ -447,6 +447,29 @@ def test_datasets_are_split_among_the_ranks(settings):
         executor.run(asks_for, datasets=both)
 
 
+def opened_ports():
+    import horovod.torch as hvd
+
+    def listening():
+        return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"}
+
+    before = listening()  # Ray's own
+    hvd.init()
+    return listening() - before
+
+
+def test_driver_and_workers_listen_at_the_ports_that_the_user_allows(settings, monkeypatch):
+    monkeypatch.setenv("HORA_PORTS", "20740-20745")
+    with RayExecutor(settings, num_workers=2) as executor:
+        executor.start(extra_env_vars={"HORA_TRANSPORT": "tcp"})
+        first, second = executor.run(opened_ports)
+        assert len(first | second) == 2
+        assert {executor.adapter.coordinator.rendezvous.port, *first, *second} <= set(range(20740, 20746))
+    monkeypatch.setenv("HORA_PORTS", "20740-20742")
+    with RayExecutor(settings, num_workers=2) as executor, pytest.raises(ValueError, match="this job needs 4 ports"):
+        executor.start(extra_env_vars={"HORA_TRANSPORT": "tcp"})
+
+
 def test_a_dataset_without_a_core_for_it_is_an_error(settings):
     with RayExecutor(settings, num_workers=4) as executor:
         executor.start()

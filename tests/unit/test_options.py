@@ -199,7 +199,7 @@ def test_an_lsf_job_needs_no_number_of_processes():
 CONFIG = """
 controller: gloo
 params: {fusion_threshold_mb: 32, cycle_time_ms: 10, cache_capacity: 2048, hierarchical_allreduce: true,
-         hierarchical_allgather: true, torus_allreduce: false, no_such_thing: 3}
+         hierarchical_allgather: true, torus_allreduce: false, ports: 20000-20100, no_such_thing: 3}
 autotune: {enabled: true, log_file: a.txt, warmup_samples: 5, steps_per_sample: 20,
            bayes_opt_max_samples: 50, gaussian_process_noise: 0.9}
 timeline: {filename: t.json, mark_cycles: true}
@@ -230,7 +230,7 @@ def test_a_config_file_sets_every_option_that_has_a_key(tmp_path):
         "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HOROVOD_STALL_CHECK_DISABLE": "0",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "120", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "240",
         "HOROVOD_MPI_THREADS_DISABLE": "1", "HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_THREAD_AFFINITY": "1",
-        "HORA_REPLACE_GLOO": "1",
+        "HORA_REPLACE_GLOO": "1", "HORA_PORTS": "20000-20100",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "1",
         "HORA_FULL_TRACEBACK": "1",
     }  # fmt: skip

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hora.config import changed_environment
 from hora.foreign_horovod import foreign_conflict
 from hora.launch.controller.launcher import wait_or_kill
 from hora.launch.environment import variables
@@ -130,9 +131,12 @@ def _connect(address: str, port: int) -> str | None:
     return None
 
 
-def _probe(address: str) -> None:
-    """Report this host's facts, and what it can connect to. Peers connect to the listener's backlog."""
-    with sockets.listen((address, 0)) as listener:
+def _probe(address: str, ports: str) -> None:
+    """Report this host's facts, and what it can connect to. Peers connect to the listener's backlog.
+
+    `ports`: those at which it may listen; empty: any.
+    """
+    with changed_environment({"HORA_PORTS": ports}), sockets.listen((address, 0)) as listener:
         known = _facts() | {"port": listener.getsockname()[1]}
         print(_MARK + json.dumps(known | {"clock_s": time.time()}), flush=True)
         line = sys.stdin.readline()
@@ -339,11 +343,11 @@ class _Patient:
     """A host with a running probe. Lines arrive through a queue, so that every wait has a limit."""
 
     def __init__(self, name: str, ssh: Ssh, listen: str) -> None:
-        self.name, self.remote = name, not sockets.is_local(name)
+        self.name, self.remote, ports = name, not sockets.is_local(name), variables().get("HORA_PORTS", "")
         if self.remote:
-            argv = ssh.python(name, "hora.cli.doctor", "0.0.0.0", attempts=2)
+            argv = ssh.python(name, "hora.cli.doctor", "0.0.0.0", ports, attempts=2)
         else:
-            argv = list(module_command(sys.executable, "hora.cli.doctor", listen))
+            argv = list(module_command(sys.executable, "hora.cli.doctor", listen, ports))
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, errors="replace"
@@ -484,4 +488,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    _probe(sys.argv[1])
+    _probe(*sys.argv[1:])

@@ -40,7 +40,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.client import ControlClient, RankGroup
 from hora.net.key_value_store import KeyValueStore, grouped
 from hora.net.keys import RankKeys, read_secret_file, world_secret
-from hora.net.sockets import interface_address, listening_address, source_address
+from hora.net.sockets import interface_address, listen, listening_address, source_address
 from hora.net.wire import Credentials, derived_secret
 from hora.platforms.detect import master_address, user_secret_file
 from hora.world import RendezvousEndpoint, World
@@ -234,7 +234,7 @@ def open_torch_store(world: World, *, limit_s: float) -> Store:
     """Return a store for torch's groups.
 
     It is at the rendezvous of a Hora launcher, or hosted by rank 0 for other launchers' ranks. Where the user chose no
-    port, rank 0's has one of the system's choice, published through the ranks' rendezvous.
+    port, rank 0's has a free one, published through the ranks' rendezvous.
     """
     point, limit = world.rendezvous, timedelta(seconds=limit_s)
     if point.kind == "hora":
@@ -247,7 +247,11 @@ def open_torch_store(world: World, *, limit_s: float) -> Store:
         return TCPStore(address, point.port, world.size, world.rank == 0, limit, multi_tenant=True)
     key, client = f"torch store {next(_torch_stores)}", open_rendezvous(world, limit_s=limit_s).client
     if world.rank == 0:
-        store = TCPStore(point.address, 0, world.size, True, limit, wait_for_workers=False)
+        listener = listen((listening_address(point.address, one_host=world.local_size >= world.size), 0))
+        port, descriptor = listener.getsockname()[1], listener.detach()
+        store = TCPStore(
+            point.address, port, world.size, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+        )
         client.set(key, str(store.port).encode())
         return store
     return TCPStore(point.address, int(client.get(key, timeout_s=limit_s)), world.size, False, limit)

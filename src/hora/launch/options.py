@@ -42,6 +42,8 @@ class Option:
     flags: tuple[str, ...]
     kind: type
     section: str
+    parse: Callable[[str], Any] = str  # raises ValueError for a text that is not `what`
+    what: str = ""
     help: str | None = None  # None: not shown by --help
     idle: str = ""  # why an option of Horovod has no effect here; it is still accepted, checked and exported
     metavar: str | None = None
@@ -85,6 +87,10 @@ def _check_one(option: Option, value: Any, where: str) -> Any:
         value = value.upper()
         if value not in option.choices:
             raise ValueError(f"{where} must be one of {', '.join(option.choices)}, but it is {value!r}")
+    try:
+        option.parse(value)
+    except ValueError:
+        raise ValueError(f"{where} must be {option.what}, but it is {value!r}") from None
     if option.low is not None and value < option.low:
         raise ValueError(f"{where} must be at least {option.low}, but it is {value}")
     if option.high is not None and value > option.high:
@@ -131,6 +137,8 @@ def _worker(flag: str, *, section: str, key: str = "", kind: type = int, setting
     if setting:
         known = EngineConfig.__dataclass_fields__[setting]
         rest = {"variable": _variable(setting), "help": known.metadata["meaning"]} | rest
+        if kind is str and "choices" not in rest:
+            rest |= {"parse": known.metadata["parse"], "what": known.metadata["what"]}
         if kind in (int, float) and isinstance(known.default, int | float):
             rest.setdefault("default", kind(known.default))
     rest.setdefault("variable", "HOROVOD_" + name.upper())
@@ -160,6 +168,8 @@ class Options:
     verbose: bool | None = _option("--verbose", kind=bool, section="job", help="print commands and progress")
     disable_cache: bool | None = _option("--disable-cache", kind=bool, section="idle",
         help="nothing is cached: ssh is checked at every start")
+    ports: str | None = _worker("--ports", kind=str, section="job", setting="ports", launch_variable="HORA_PORTS",
+        metavar="FIRST-LAST")
     start_timeout: int | None = _option("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
         launch_variable="HOROVOD_START_TIMEOUT", help="time limit for the checks and the start of all processes")
     output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",

@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hora.config import changed_environment
 from hora.launch.controller.launcher import HostLauncher
 from hora.launch.controller.loop import Leadership, run_job
 from hora.launch.controller.policy import Limits
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
+from hora.launch.ports import check_ports
 from hora.launch.preload import modules_to_preload
 from hora.launch.processes import ended_by_signals
 from hora.launch.program import Program
@@ -61,6 +63,8 @@ def start(
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
     with contextlib.ExitStack() as stack:
+        if options.ports is not None:
+            stack.enter_context(changed_environment({"HORA_PORTS": options.ports}))  # this process listens, too
         script = _discovery(options)
         agents: Agents | None
         succession = _succession(options)
@@ -76,6 +80,14 @@ def start(
         if agents is not None:
             stack.enter_context(agents.serving())
         hosts = provider.hosts()
+        page = Watching.wanted(environ, page=options.dashboard, listen=options.dashboard_address)
+        most = options.max_num_proc if options.elastic else options.num_proc
+        check_ports(
+            {host.hostname: min(host.slots, most or host.slots) for host in hosts},
+            {**environ, **options.worker_env()},
+            has_agents=agents is not None,
+            has_page=page is not None and page.page,
+        )
         if agents is not None and agents.nodes:  # the job's hosts are those that have joined
             _start_agents(agents, hosts, options)
             hosts = agents.hosts()

@@ -6,6 +6,8 @@ process can connect to one, or take its name first, so both ends verify the othe
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -14,6 +16,8 @@ import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from hora.config import allowed_ports
 
 Where = str | tuple[str, int]  # the abstract name of a local socket, or a host's address and port
 
@@ -73,10 +77,9 @@ def holder(name: str) -> Process | None:
 
 
 def listen(where: Where) -> socket.socket:
-    """Return a listening socket. Port 0: one of the system's choice."""
+    """Return a listening socket. Port 0: the first free one of HORA_PORTS; without that, one of the system's choice."""
     if not isinstance(where, str):
-        family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-        return socket.create_server(where, family=family, backlog=_BACKLOG)
+        return _listen_tcp(*where)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind("\0" + where)
@@ -85,6 +88,40 @@ def listen(where: Where) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _listen_tcp(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    allowed = range(0) if port else allowed_ports()
+    for candidate in allowed or (port,):
+        try:
+            return socket.create_server((address, candidate), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if not allowed or error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all ports of HORA_PORTS={spelled(allowed)} are taken on {socket.gethostname()} ({address}); give this job "
+        "more ports, or others",
+    )
+
+
+def free_port(address: str) -> int:
+    """Return a port at which a library of others can listen: of HORA_PORTS the last free one, as ours take the first.
+
+    Raises OSError if none is free.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for candidate in reversed(allowed_ports()):
+        with contextlib.suppress(OSError), socket.create_server((address, candidate), family=family):
+            return candidate
+    with listen((address, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def spelled(ports: range) -> str:
+    """Return the ports as the user gives them."""
+    return f"{ports[0]}-{ports[-1]}"
 
 
 def open_socket(where: Where, *, limit_s: float) -> socket.socket:

@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Mapping
 
-from hora.platforms.node import DEFAULT_PORT, Node
+from hora.platforms.node import Node
 from hora.platforms.reading import text, whole_number
 
 
@@ -24,7 +24,7 @@ def node(env: Mapping[str, str], hostname: str) -> Node | None:
         index=whole_number(env, "PET_NODE_RANK", "Kubeflow"),
         slots=by_word[wanted] if wanted in by_word else int(wanted),
         host=text(env, "PET_MASTER_ADDR", "Kubeflow"),
-        port=whole_number(env, "PET_MASTER_PORT", "Kubeflow") if "PET_MASTER_PORT" in env else DEFAULT_PORT,
+        port=whole_number(env, "PET_MASTER_PORT", "Kubeflow") if "PET_MASTER_PORT" in env else 0,
         platform="Kubeflow",
     )
 

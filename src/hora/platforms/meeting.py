@@ -6,10 +6,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from hora.config import allowed_ports
 from hora.platforms.reading import integer
 from hora.world import RendezvousEndpoint
 
-_FIRST_PORT, _NUM_PORTS, _PORTS_TO_TRY = 20000, 12000, 8  # below those that Linux gives to outgoing connections
+_PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
+_PORTS_TO_TRY = 8
 
 
 def tcp_endpoint(
@@ -42,5 +44,11 @@ def tcp_endpoint(
             f"the {platform} variables describe a world of several ranks but not where they meet: set MASTER_ADDR and "
             "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
         )
-    first, *more = (_FIRST_PORT + zlib.crc32(f"{job}/{turn}".encode()) % _NUM_PORTS for turn in range(_PORTS_TO_TRY))
+    first, *more = _derived_ports(job, allowed_ports(env) or _PORTS)
     return tcp(address=found, port=first, more_ports=tuple(more), job=job, host_store=True)
+
+
+def _derived_ports(job: str, ports: range) -> list[int]:
+    """Return where rank 0 tries to listen, the same on all ranks of a job and others for other jobs."""
+    first = zlib.crc32(job.encode())
+    return [ports[(first + turn) % len(ports)] for turn in range(min(_PORTS_TO_TRY, len(ports)))]

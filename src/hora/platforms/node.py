@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hora.config import allowed_ports
+
 DEFAULT_PORT = 29500  # of the first node, for the others
+_DEFAULT_PORTS = range(DEFAULT_PORT, DEFAULT_PORT + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,7 @@ class Node:
     num_nodes: int
     index: int
     host: str  # of the first node, to which the others connect
-    port: int = DEFAULT_PORT
+    port: int = 0  # 0: nothing names one
     slots: int | None = None  # processes on this node; None if unknown
     name: str = ""  # of this node, for messages
     platform: str = "flags"  # what has told it, for messages
@@ -25,8 +29,18 @@ class Node:
                 f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names "
                 "this one"
             )
-        if not 0 < self.port < 65536:
+        if not 0 <= self.port < 65536:
             raise ValueError(f"the nodes' port must lie in 1..65535, but it is {self.port} ({self.platform})")
+
+
+def meeting_port(env: Mapping[str, str], *, job: int = 0, ports: range = _DEFAULT_PORTS) -> int:
+    """Return the first node's port where nothing names one: the same on all nodes, for most jobs another one.
+
+    It is one of HORA_PORTS, otherwise of `ports`. The one after it may be the rendezvous', so it is not the last.
+    """
+    allowed = allowed_ports(env)
+    ports = allowed[:-1] or allowed or ports
+    return ports[job % len(ports)]
 
 
 def listed(names: list[str], own: str, platform: str) -> Node:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hora.platforms.meeting import tcp_endpoint
-from hora.platforms.node import DEFAULT_PORT, Node
+from hora.platforms.node import Node, meeting_port
 from hora.platforms.reading import gpus, integer, text, whole_number
 from hora.world import RendezvousEndpoint, World
 
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _MAX_NODES = 1_000_000
+_PORTS = range(20000, 40000)  # of the first node
 # A step of agents differs from the batch script's request: one task per node, with all of the node's resources.
 _NOT_FOR_THE_STEP = re.compile(
     r"SLURM_(NTASKS(_PER_(NODE|CORE|GPU|SOCKET))?|NPROCS|(CPUS|GPUS|TRES)_PER_TASK|TASKS_PER_NODE)"
@@ -112,7 +113,7 @@ def node(env: Mapping[str, str], hostname: str) -> Node | None:
         index=whole_number(env, "SLURM_NODEID", "Slurm"),
         slots=gpus(env, "SLURM_GPUS_ON_NODE"),
         host=nodes[0],
-        port=20000 + int(number) % 20000 if number.isdecimal() else DEFAULT_PORT,
+        port=meeting_port(env, job=int(number), ports=_PORTS) if number.isdecimal() else 0,
         name=own_node(env),
         platform="Slurm",
     )

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, TypeVar
 
 import ray
 
+from hora.config import allowed_ports
 from hora.legacy.runner import get_local_intfs
-from hora.net.sockets import interface_address, is_local
+from hora.net.sockets import interface_address, is_local, spelled
 
 
 @dataclass
@@ -81,6 +82,12 @@ def process_options(env: Mapping[str, str], runtime_env: Mapping[str, Any] | Non
     if env:
         own["env_vars"] = {**own.get("env_vars", {}), **{name: str(value) for name, value in env.items()}}
     return {"runtime_env": own} if own else {}
+
+
+def driver_ports() -> dict[str, str]:
+    """Return the variable with the ports at which the driver, and so also its workers, may listen."""
+    ports = allowed_ports()
+    return {"HORA_PORTS": spelled(ports)} if ports else {}
 
 
 def detect_nics(settings: Any, all_host_names: Collection[str], node_workers: Sequence[Any] | None = None) -> list[str]:

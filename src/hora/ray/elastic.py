@@ -30,7 +30,7 @@ from hora.legacy import elastic as elastic_driver
 from hora.legacy.elastic import ElasticDriver, HostDiscovery
 from hora.legacy.runner import ElasticSettings, Timeout
 from hora.ray import ray_logger
-from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var, process_options
+from hora.ray.adapter import Adapter, BaseParams, driver_ports, nics_to_env_var, process_options
 from hora.ray.coordinator import driver_address
 from hora.ray.ray_logger import Callback, queue_for
 
@@ -240,7 +240,12 @@ class ElasticAdapter(Adapter):
         job = Job(
             slots=tuple(place_ranks([host.hostname for host in self._begin_with for _ in range(host.slots)])),
             function=pickle_call(perform),
-            env={**nics_to_env_var(self.settings.nics or ()), **self._env, **self.limits.worker_env()},
+            env={
+                **nics_to_env_var(self.settings.nics or ()),
+                **driver_ports(),
+                **self._env,
+                **self.limits.worker_env(),
+            },
             start_timeout_s=self.settings.start_timeout.remaining(),
             verbose=bool(self.settings.verbose and self.settings.verbose > 1),
             title="horovod.ray",

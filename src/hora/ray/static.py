@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,8 @@ from ray.exceptions import RayActorError
 
 from hora.errors import HorovodInternalError, JobFailedError
 from hora.launch.job import STOPPED
-from hora.ray.adapter import Adapter, BaseParams, nics_to_env_var
+from hora.launch.ports import check_ports
+from hora.ray.adapter import Adapter, BaseParams, driver_ports, nics_to_env_var
 from hora.ray.coordinator import Coordinator
 from hora.ray.datasets import check_free_cores, split
 from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
@@ -109,7 +111,9 @@ class StaticAdapter(Adapter):
             coordinator.register(place.hostname, place.node, rank)
         one_node = len(set(coordinator.node_id_by_rank.values())) == 1
         interfaces = nics_to_env_var(self.settings.nics or (["lo"] if one_node else []))
-        shared = {**interfaces, **coordinator.establish_rendezvous(), **extra}
+        env = {**interfaces, **driver_ports(), **extra}
+        check_ports(Counter(place.node for place in strategy.places), env)
+        shared = {**env, **coordinator.establish_rendezvous(), **extra}
         return [
             {**strategy.visible_devices(rank), **place, **shared}
             for rank, place in coordinator.finalize_registration().items()

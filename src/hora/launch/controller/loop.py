@@ -16,14 +16,13 @@ import queue
 import re
 import secrets
 import signal
-import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol
 
-from hora.config import EngineConfig
+from hora.config import EngineConfig, allowed_ports
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.agent.agent import LEFT
 from hora.launch.agent.protocol import Exited
@@ -67,7 +66,7 @@ from hora.launch.slots import HostInfo, Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.rendezvous import Rendezvous
 from hora.net.requests import Raised
-from hora.net.sockets import is_local
+from hora.net.sockets import free_port, is_local
 from hora.net.wire import derived_secret, new_secret, worker_key
 from hora.platforms.horovod import variables_of
 from hora.world import RendezvousEndpoint, World
@@ -83,7 +82,7 @@ _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
 _STUCK_GRACE_S = 1.0
 _INTERRUPTIBLE_S = 3600.0
-_FIRST_PORT, _NUM_PORTS = 20000, 12000
+_PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
 _LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.state` has the others)
 _ENDED = 128 + signal.SIGTERM
 
@@ -611,12 +610,12 @@ class _Controller(Observation):
         hosts = [slot.hostname for slot in self._places.values() if slot.rank == 0]
         if not hosts or self._master:
             return
-        address, port = hosts[0], _FIRST_PORT + zlib.crc32(self._id.encode()) % _NUM_PORTS
         if all(is_local(slot.hostname) for slot in self._places.values()):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address, port = probe.getsockname()
-        # A port of another host cannot be probed from here: take one below the ephemeral range, chosen by the job's id.
+            address, port = "127.0.0.1", free_port("127.0.0.1")
+        else:  # a port of another host cannot be probed from here
+            # The last one allowed: the ranks listen at the first ones. Otherwise one that follows from the job's id.
+            allowed = allowed_ports()[-1:] or _PORTS
+            address, port = hosts[0], allowed[zlib.crc32(self._id.encode()) % len(allowed)]
         self._master = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _end_all(self, why: str = "") -> None:

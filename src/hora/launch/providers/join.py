@@ -28,7 +28,7 @@ from hora.net import sockets
 from hora.net.keys import read_secret_file
 from hora.net.wire import Credentials
 from hora.platforms.detect import detect_node
-from hora.platforms.node import DEFAULT_PORT, Node
+from hora.platforms.node import Node, meeting_port
 
 if TYPE_CHECKING:
     from hora.launch.ha.leadership import Leadership
@@ -39,6 +39,7 @@ _RETURN_LIMIT_S = 10.0
 def find_place(options: Options, environ: Mapping[str, str], hostname: str = "") -> Node:
     """Return this node's place. Raises ValueError if it is unknown or incomplete. `hostname`: this machine's."""
     hostname = hostname or socket.gethostname()
+    environ = {**environ, "HORA_PORTS": options.ports or ""}
     num_nodes, index, meet, found = options.num_nodes, options.node_rank, options.meet, None
     if num_nodes is None or index is None:
         found = detect_node(environ, hostname)
@@ -61,15 +62,15 @@ def find_place(options: Options, environ: Mapping[str, str], hostname: str = "")
 
 def _host_and_port(meet: str | None, found: Node, environ: Mapping[str, str]) -> tuple[str, int]:
     if meet is None and found.host:
-        return found.host, found.port
+        return found.host, found.port or meeting_port(environ)
     text = meet if meet is not None else environ.get("MASTER_ADDR", "")
     if not text:
         raise ValueError(
             f"nothing says where the nodes meet ({found.platform}); give --meet HOST:PORT, with the first node's name"
         )
     host, _, port = text.partition(":") if text.count(":") == 1 else (text, "", "")
-    port = port or environ.get("MASTER_PORT", "") or str(DEFAULT_PORT)
-    if not port.isdecimal() or not host:
+    port = port or environ.get("MASTER_PORT", "") or str(meeting_port(environ))
+    if not port.isdecimal() or not int(port) or not host:
         raise ValueError(f"--meet takes HOST:PORT, but it is {text!r}")
     return host, int(port)
 

@@ -5,12 +5,14 @@ Importing this module does not import pyspark.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hora.launch.controller.launcher import AgentHandle, HostLauncher
 from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, WorkerSpec
+from hora.launch.ports import check_ports
 from hora.launch.preload import modules_to_preload
 from hora.launch.providers.spark.cluster import GPU_VARIABLE, seconds_of
 from hora.launch.providers.spark.no_driver import NO_DRIVER
@@ -56,6 +58,7 @@ def run_in_tasks(tasks: SparkTasks, wanted: SparkJob) -> JobResult:
     """Run the job in these tasks, as soon as they have arrived."""
     arrived = tasks.meet_in_time(wanted.num_proc, wanted.start_timeout_s, wait_for_slots=wanted.wait_for_slots)
     placed = place_tasks(arrived)
+    check_ports(Counter(agent.host for agent in placed), wanted.env, has_agents=True)
     job = replace(wanted, slots=tuple(place_ranks([agent.host for agent in placed])))
 
     def route(spec: WorkerSpec) -> tuple[str, WorkerSpec]:
