@@ -364,6 +364,45 @@ def test_the_script_of_hora_init_trains_unmodified(kind, tmp_path):
     assert (tmp_path / "model.pt").exists()
 
 
+OWN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(256, 8)
+dataset = TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
+loader = DataLoader(dataset, batch_size=16, shuffle=True)
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+num_steps = 0
+for epoch in range(3):
+    for rows, labels in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(rows), labels)
+        num_steps += 1
+        loss.backward()
+        optimizer.step()
+    scheduler.step()
+torch.save(model.state_dict(), "model.pt")
+print("steps", num_steps, "of", model.weight.shape)
+"""
+
+
+def test_ones_own_script_made_elastic_loses_no_step_to_a_death(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    script = tmp_path / "elastic.py"
+    code, _, err = run_command("hora", "init", "--from", str(tmp_path / "mine.py"), "--elastic", str(script))
+    assert code == 0, err
+    death = "num_steps += 1\n        __import__('os')._exit(9) if num_steps == 5 and dist.get_rank() == 1 else None\n"
+    script.write_text(script.read_text().replace("num_steps += 1\n", death))
+    code, out, err = run_command("hora", "run", "-np", "2", "--min-np", "1", "python", str(script), cwd=tmp_path)
+    assert code == 0, err
+    # Of the first epoch the rank has its half, then all rows.
+    assert re.findall(r"steps (\d+) of torch.Size\(\[2, 8\]\)", out) == ["40"]
+    assert (tmp_path / "model.pt").exists()
+
+
 def test_hora_init_overwrites_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("mine")

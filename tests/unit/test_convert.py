@@ -176,5 +176,5 @@ def test_the_command(tmp_path, capsys):
     assert main(["init", "--from", str(plain), str(tmp_path / "new.py")]) == 2
     assert "invalid syntax" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["init", "--from", str(plain), "--elastic", str(tmp_path / "new.py")])
-    assert "leave --elastic and --sharded out" in capsys.readouterr().err
+        main(["init", "--from", str(plain), "--sharded", str(tmp_path / "new.py")])
+    assert "leave --sharded out" in capsys.readouterr().err

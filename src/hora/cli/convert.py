@@ -10,7 +10,6 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
-_INIT = ["hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"]
 _WRITERS = (
     "SummaryWriter",
     "TensorBoardLogger",
@@ -22,10 +21,6 @@ _WRITERS = (
     "savefig",
 )
 _WRITING = ("wandb.init", "mlflow.start_run", "neptune.init_run", "comet_ml.Experiment", "torch.onnx.export")
-_GPU = [
-    "if torch.cuda.is_available():  # one GPU for each process of a machine",
-    "    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())",
-]
 
 
 class Converted:
@@ -33,6 +28,12 @@ class Converted:
 
     Raises ValueError where there is no optimizer to distribute.
     """
+
+    # The words of the library that distributes; a subclass has others.
+    _imports_of_library: tuple[str, ...] = ("", "import horovod.torch as hvd")
+    _init = "hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1"
+    _wrapper, _rank, _size, _local_rank = "DistributedOptimizer", "hvd.rank()", "hvd.size()", "hvd.local_rank()"
+    _average = "hvd.allreduce(torch.tensor({value}))"
 
     def __init__(self, text: str) -> None:
         self._lines = (text if text.endswith("\n") else text + "\n").splitlines(keepends=True)
@@ -45,10 +46,10 @@ class Converted:
             raise ValueError("the script is distributed already: it imports horovod or torch.distributed")
         functions = (node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         for scope in (self._tree, *functions):
-            for statement in _statements(scope):
+            for statement in statements_of(scope):
                 self._look_at(statement, scope)
         self._note_what_one_rank_decides()
-        if not any("DistributedOptimizer" in edit[-1] for edit in self._edits):
+        if not any(self._wrapper in edit[-1] for edit in self._edits):
             raise ValueError(
                 "no line such as `optimizer = torch.optim.SGD(model.parameters(), lr=0.1)` was found; "
                 "docs/migration.md has the steps to take by hand"
@@ -59,8 +60,8 @@ class Converted:
                 "call torch.manual_seed(0) before them"
             )
         self.notes.append(
-            "learning rate: the ranks together take hvd.size() times the batch; "
-            "multiply the rate by hvd.size() unless your optimizer adapts it"
+            f"learning rate: the ranks together take {self._size} times the batch; "
+            f"multiply the rate by {self._size} unless your optimizer adapts it"
         )
         self._start()
         self.text = self._edited()
@@ -74,19 +75,20 @@ class Converted:
                 self._wrap_optimizer(statement, value, target)
             elif name in ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"):
                 self._share_rows(value, target, scope)
-        if isinstance(value, ast.Call) and self._name(value.func) == "torch.nn.utils.clip_grad_norm_":
-            self._edit(value.func, "hvd.clip_grad_norm_")  # it averages first
-        if isinstance(statement, ast.Expr) and isinstance(value, ast.Call):
-            name = self._name(value.func)
-            if name == "torch.save":
-                self._on_rank_0(statement)
-            elif name == "torch.nn.utils.clip_grad_value_":
-                self._note(
-                    statement, "clips gradients before they are averaged; call optimizer.synchronize() before it"
-                )
+        if isinstance(value, ast.Call):
+            self._look_at_clipping(statement, value)
+        if isinstance(statement, ast.Expr) and isinstance(value, ast.Call) and self._name(value.func) == "torch.save":
+            self._on_rank_0(statement)
         for node in ast.walk(statement) if not hasattr(statement, "body") else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"cuda:\d", node.value):
                 self._note(node, f'names one GPU for all ranks: write "cuda" instead of "{node.value}"')
+
+    def _look_at_clipping(self, statement: ast.stmt, call: ast.Call) -> None:
+        name = self._name(call.func)
+        if name == "torch.nn.utils.clip_grad_norm_":
+            self._edit(call.func, "hvd.clip_grad_norm_")  # it averages first
+        elif name == "torch.nn.utils.clip_grad_value_":
+            self._note(statement, "clips gradients before they are averaged; call optimizer.synchronize() before it")
 
     def _wrap_optimizer(self, statement: ast.stmt, call: ast.Call, target: str) -> None:
         first = call.args[0] if call.args else None
@@ -113,21 +115,28 @@ class Converted:
             rows = re.sub(r"\W+", "_", loader) + "_rows"
             self._edit(dataset, f"({rows} := {ast.unparse(dataset)})")
         order = "" if isinstance(shuffle.value, ast.Constant) else f", shuffle={ast.unparse(shuffle.value)}"
-        sampler = f"DistributedSampler({rows}, num_replicas=hvd.size(), rank=hvd.rank(){order})"
-        self._edit(shuffle, f"sampler={sampler}")
-        self._needs_sampler = True
+        self._edit(shuffle, f"sampler={self._sampler(rows, order)}")
         epochs = list(_epoch_loops(scope, loader))
         if not epochs:
             self._note(call, f"call {loader}.sampler.set_epoch(epoch) at the start of every epoch")
         for loop in epochs:
             epoch = ast.unparse(loop.target)
             self._insert_before(loop.body[0], [f"{loader}.sampler.set_epoch({epoch})  # another order of rows"])
+            self._look_at_epochs(loop, loader)
+
+    def _sampler(self, rows: str, order: str) -> str:
+        """Return the sampler that gives each rank its share of the rows."""
+        self._needs_sampler = True
+        return f"DistributedSampler({rows}, num_replicas={self._size}, rank={self._rank}{order})"
+
+    def _look_at_epochs(self, loop: ast.For, loader: str) -> None:
+        """Edit the head of a loop over epochs."""
 
     def _on_rank_0(self, statement: ast.stmt) -> None:
         if self._indent(statement) is None:
-            self._note(statement, "let rank 0 alone save: if hvd.rank() == 0:")
+            self._note(statement, f"let rank 0 alone save: if {self._rank} == 0:")
             return
-        self._insert_before(statement, ["if hvd.rank() == 0:  # one rank writes"])
+        self._insert_before(statement, [f"if {self._rank} == 0:  # one rank writes"])
         for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
             self._edits.append((line, 0, line, 0, "    "))
 
@@ -149,7 +158,7 @@ class Converted:
                         self._note(
                             item,
                             "ends this rank's loop by its own result, and the others wait for it: decide by the "
-                            "average, hvd.allreduce(torch.tensor(value)), on all ranks alike",
+                            f"average, {self._average.format(value='value')}, on all ranks alike",
                         )
 
     def _note_call(self, call: ast.Call, plateaus: Collection[str]) -> None:
@@ -160,14 +169,16 @@ class Converted:
             self._note(
                 call,
                 "each rank would set its own learning rate: give the scheduler the average over the ranks, "
-                f"hvd.allreduce(torch.tensor({value})).item()",
+                f"{self._average.format(value=value)}.item()",
             )
         elif last in _WRITERS or name in _WRITING:
-            self._note(call, f"every rank would write: let rank 0 alone call {last} and what uses it: hvd.rank() == 0")
+            self._note(
+                call, f"every rank would write: let rank 0 alone call {last} and what uses it: {self._rank} == 0"
+            )
         elif last in ("tqdm", "trange") and not any(keyword.arg == "disable" for keyword in call.keywords):
-            self._note(call, f"every rank would draw a progress bar: {last}(…, disable=hvd.rank() != 0)")
+            self._note(call, f"every rank would draw a progress bar: {last}(…, disable={self._rank} != 0)")
         elif last in ("tqdm", "trange"):
-            self._note(call, "every rank would draw a progress bar: add `or hvd.rank() != 0` to its disable=")
+            self._note(call, f"every rank would draw a progress bar: add `or {self._rank} != 0` to its disable=")
 
     def _start(self) -> None:
         body = self._tree.body
@@ -179,17 +190,27 @@ class Converted:
         lines = ["import torch"] if self._names.get("torch") != "torch" else []
         if self._needs_sampler:
             lines.append("from torch.utils.data.distributed import DistributedSampler")
-        lines += ["", "import horovod.torch as hvd"]
-        init = _INIT + (_GPU if any("cuda" in line for line in self._lines) else [])
+        lines += self._imports_of_library
+        init = [self._init]
+        if any("cuda" in line for line in self._lines):
+            init += [
+                "if torch.cuda.is_available():  # one GPU for each process of a machine",
+                f"    torch.cuda.set_device({self._local_rank} % torch.cuda.device_count())",
+            ]
         main = next((item for item in body if _is_main(item)), None)
         plain = [item for item in body if not isinstance(item, ast.FunctionDef | ast.ClassDef) and item is not main]
         if isinstance(main, ast.If) and not any(
             item.lineno <= edit[0] <= (item.end_lineno or 0) for item in plain for edit in self._edits
         ):
             self._insert_before(main.body[0], init)
+            self._end(main.body[-1])
         else:
+            self._end(body[-1])
             lines += ["", *init]
         self._insert_after(last, lines)
+
+    def _end(self, last: ast.stmt) -> None:
+        """Add what the script does after its last statement."""
 
     def _name(self, node: ast.expr) -> str:
         """Return the full name of a function, as its module calls it."""
@@ -241,13 +262,13 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield item.asname or item.name, f"{node.module}.{item.name}"
 
 
-def _statements(scope: ast.AST) -> Iterator[ast.stmt]:
+def statements_of(scope: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of a function or module, without those of the functions inside it."""
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, ast.stmt):
             yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _statements(child)
+            yield from statements_of(child)
 
 
 def _own_statements(loop: ast.For | ast.While) -> Iterator[ast.stmt]:
@@ -274,7 +295,7 @@ def _ends_by_result(condition: ast.If, loop: ast.For | ast.While) -> bool:
 
 def _epoch_loops(scope: ast.AST, loader: str) -> Iterator[ast.For]:
     """Yield the innermost loops around the loops over a loader."""
-    loops = [item for item in _statements(scope) if isinstance(item, ast.For) and not _mentions(item.iter, loader)]
+    loops = [item for item in statements_of(scope) if isinstance(item, ast.For) and not _mentions(item.iter, loader)]
     loops = [loop for loop in loops if any(_mentions(item, loader) for item in loop.body)]
     for loop in loops:
         inner = [other for other in loops if other is not loop and other in ast.walk(loop)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hora.cli.convert import Converted
+from hora.cli.convert_elastic import ElasticConverted
 from hora.spelling import Parser
 
 _START = '''"""A distributed training. Run it:
@@ -155,7 +156,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", type=Path, help="the file to write, for example train.py; it must not exist")
     about = "distribute this PyTorch script, which is written for one process"
     parser.add_argument("--from", dest="source", metavar="SCRIPT", type=Path, help=about)
-    parser.add_argument("--elastic", action="store_true", help="write a script that continues when ranks die or join")
+    about = "write a script that continues when ranks die or join; with --from by DDP and hora.elastic.protect"
+    parser.add_argument("--elastic", action="store_true", help=about)
     about = "write a script whose optimizer state is sharded over the ranks"
     parser.add_argument("--sharded", action="store_true", help=about)
     return parser
@@ -168,11 +170,12 @@ def main(argv: Sequence[str]) -> None:
     notes: list[str] = []
     if arguments.source is None:
         text = training_script(arguments.file.name, elastic=arguments.elastic, sharded=arguments.sharded)
-    elif arguments.elastic or arguments.sharded:
-        parser.error("--from writes a plain distributed script: leave --elastic and --sharded out")
+    elif arguments.sharded:
+        parser.error("--from writes a plain or an elastic script: leave --sharded out")
     else:
         try:
-            converted = Converted(arguments.source.read_text())
+            kind = ElasticConverted if arguments.elastic else Converted
+            converted = kind(arguments.source.read_text())
         except (OSError, ValueError, SyntaxError) as error:
             raise ValueError(f"{arguments.source}: {getattr(error, 'strerror', None) or error}") from None
         text, notes = converted.text, converted.notes
