@@ -76,6 +76,23 @@ def test_after_the_first_executor_the_others_are_waited_for(monkeypatch):
     assert cluster.require_slots(Context(), 2) == 2
 
 
+def test_a_lost_executor_is_waited_for_as_long_as_tasks_may_take_to_start(monkeypatch, caplog):
+    found = iter([2, 1, 1, 2])
+    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "_most_seen", {})
+    monkeypatch.setattr(cluster, "_NOTICE_AFTER_S", 0.0)
+    assert cluster.require_slots(Context(), 2) == 2
+    assert not caplog.text
+    assert cluster.require_slots(Context(), 2) == 2
+    assert "waiting for an executor in place of a lost one" in caplog.text
+    assert "1 of 2 task slots are there, for 600 s more at most (HOROVOD_SPARK_START_TIMEOUT)" in caplog.text
+
+    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "0.3")
+    with pytest.raises(ValueError, match=r"np=2 .* has 1 .*waited 0 s for a lost executor \(HOROVOD_SPARK_START"):
+        cluster.require_slots(Context(), 2)
+
+
 def test_a_cluster_without_executors_times_out(monkeypatch):
     monkeypatch.setattr(cluster, "count_slots", lambda context: 0)
     with pytest.raises(ValueError, match="no Spark executor has registered"):

@@ -22,6 +22,7 @@ from hora.launch.environment import variables
 from hora.net.sockets import is_own
 from hora.requirements import require
 
+START_TIMEOUT = "HOROVOD_SPARK_START_TIMEOUT"  # 600 s, as Spark itself tries to place a barrier stage
 _POLL_S = 0.1
 # Spark itself waits this long for executors of a new application to register.
 _REGISTRATION_LIMIT_S = 30.0
@@ -177,7 +178,8 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
 
     With dynamic allocation, executors that Spark may still start count too. Executors of a new application may still be
     registering, so wait for them: a minute if there is none, a few seconds after each arrival, and never longer than
-    `limit_s`. A cluster that has been up for a while answers at once.
+    `limit_s`. A cluster that once had enough slots has lost an executor, which Spark replaces: wait for that as long as
+    for the start of tasks. Any other cluster that has been up for a while answers at once.
     """
     if is_connect(cluster):
         slots = count_slots(cluster)
@@ -194,8 +196,9 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
     began = time.time()
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
-    if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
-        settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost and will be replaced
+    lost = 0 < num_slots <= _most_seen.get(context.applicationId, 0)
+    if lost:
+        settled = max(settled, began + min(seconds_of(START_TIMEOUT), limit_s))
     noticed, slots = False, count_slots(context)
     while True:
         _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
@@ -204,16 +207,18 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
         until = max(settled, began + _FIRST_EXECUTOR_LIMIT_S) if slots == 0 else settled
         deadline = min(until, began + limit_s)
         if time.time() >= deadline:
-            raise ValueError(_too_few(context, num_slots, slots))
+            waited = f"; waited {time.time() - began:.0f} s for a lost executor ({START_TIMEOUT})" if lost else ""
+            raise ValueError(_too_few(context, num_slots, slots) + waited)
         if not noticed and time.time() - began > _NOTICE_AFTER_S:
             noticed = True
             _log.warning(
-                "waiting for Spark executors to register with %s: %d of %d task slots are there, for %.0f s more at "
-                "most",
+                "waiting for %s to register with %s: %d of %d task slots are there, for %.0f s more at most%s",
+                "an executor in place of a lost one" if lost else "Spark executors",
                 context.master,
                 slots,
                 wanted,
                 deadline - time.time(),
+                f" ({START_TIMEOUT})" if lost else "",
             )
         threading.Event().wait(_POLL_S)
         before, slots = slots, count_slots(context)

@@ -14,7 +14,7 @@ from hora.launch.controller.loop import run_job
 from hora.launch.job import Job, JobResult, WorkerSpec
 from hora.launch.ports import check_ports
 from hora.launch.preload import modules_to_preload
-from hora.launch.providers.spark.cluster import GPU_VARIABLE, seconds_of
+from hora.launch.providers.spark.cluster import GPU_VARIABLE, START_TIMEOUT, seconds_of
 from hora.launch.providers.spark.no_driver import NO_DRIVER
 from hora.launch.providers.spark.tasks import TASKS_PYTHON, SparkTasks
 from hora.launch.slots import Slot, place_ranks, visible_gpus
@@ -26,7 +26,7 @@ class SparkJob(Job):
     """A job on a Spark cluster. Its slots get their hosts when its tasks have arrived."""
 
     function: bytes = field(repr=False)
-    start_timeout_s: float = field(default_factory=lambda: seconds_of("HOROVOD_SPARK_START_TIMEOUT"))
+    start_timeout_s: float = field(default_factory=lambda: seconds_of(START_TIMEOUT))
     wait_for_slots: bool = False  # wait for other Spark jobs without a limit; the start timeout begins with the stage
     bind_gpus: bool = True  # make Spark's GPUs the visible ones, indexed by local rank
     python: str | None = None  # of the processes; None: the one of Spark's Python workers
