@@ -132,6 +132,7 @@ def main(num_rows: int, rounds: int) -> None:
     from sparkdl import HorovodRunner
 
     cloudpickle.register_pickle_by_value(sys.modules["__main__"])
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(f"local[{NUM_PROC}]").config("spark.ui.enabled", "false")
     local = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", "spark.driver.memory": "3g"}
     for name, value in local.items():

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import Row
 
+from hora.data.shard import DatasetShard
+from hora.spark.estimator.dataset import describe, materialise
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.store import Store
 from horovod.spark.common.util import to_petastorm_fn
@@ -334,12 +336,31 @@ def test_invalid_arguments_raise_helpful_errors(frame, store, wrong, words):
         estimator(**{"store": store} | wrong).fit(frame)
 
 
+def test_every_rank_has_rows_from_all_parts_of_a_sorted_frame(spark, store):
+    """Four partitions, each with one class: every rank gets a quarter of each."""
+    rows = spark.range(0, 400, 1, 4).selectExpr("id", "floor(id / 100) AS y", "array(id, -id) AS x")
+    dataset = materialise(
+        rows, describe(rows, rows.columns), store, 0, validation="y", num_partitions=4, num_proc=2, seed=None
+    )
+    assert (dataset.train_rows, dataset.val_rows) == (100, 300)  # classes 1 to 3 are true
+    assert {name: column.size for name, column in dataset.columns.items()} == {"id": 1, "y": 1, "x": 2}
+    path = store.get_localized_path(store.get_val_data_path(0))
+    shards = [next(DatasetShard(path, cur_shard=rank, shard_count=2).passes(rng=None)) for rank in range(2)]
+    assert sorted(np.concatenate([shard["id"] for shard in shards])) == list(range(100, 400))
+    assert [np.bincount(shard["y"], minlength=4).tolist() for shard in shards] == [[0, 50, 50, 50]] * 2
+    assert all((shard["x"] == np.stack([shard["id"], -shard["id"]], axis=1)).all() for shard in shards)
+    assert {name.rpartition("/")[2] for name in store.fs.find(path)} == {f"part-{n:05d}.parquet" for n in range(3)}
+    assert spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") == "10000"
+
+
 def test_invalid_data_raises_helpful_errors(spark, frame, store):
     ragged = spark.createDataFrame([([1.0, 2.0], 1.0), ([1.0], 2.0)], ["x", "y"])
     with pytest.raises(ValueError, match="rows of column 'x' differ in shape: they have between 1 and 2"):
         estimator(store).fit(ragged)
     with pytest.raises(ValueError, match="column 'x' has 1 missing values"):
         estimator(store).fit(spark.createDataFrame([(1.0, 1.0), (None, 2.0)], ["x", "y"]))
+    with pytest.raises(ValueError, match="column 'x' has 1 missing values"):
+        estimator(store).fit(spark.createDataFrame([([1.0, None], 1.0), ([1.0, 2.0], 2.0)], ["x", "y"]))
     with pytest.raises(ValueError, match="column 'x' has type string"):
         estimator(store).fit(spark.createDataFrame([("a", 1.0)], ["x", "y"]))
     with pytest.raises(ValueError, match="1 training rows are too few for 2 processes"):

@@ -48,6 +48,15 @@ def test_an_epoch_has_every_row_once_in_equally_many_steps(dataset, size, batch_
     assert len(seen) == (23 if batch_size > 1 else steps.pop() * size)
 
 
+def test_shards_are_dealt_row_groups_in_turn(dataset):
+    """Sorted rows: each of two shards has some of every file. The six groups have 5, 5, 2, 4, 5 and 2 rows."""
+    found = [
+        next(DatasetShard(dataset, columns=["id"], cur_shard=n, shard_count=2).passes(rng=None))["id"].tolist()
+        for n in range(2)
+    ]
+    assert found == [[*range(4, 9), 14, 15, 16, 17, 18, 19], [20, *range(9, 14), *range(4), 21, 22]]
+
+
 def test_fixed_steps_continue_where_the_last_epoch_stopped(dataset):
     with module(dataset, 0, 1, train_batch_size=10, steps_per_epoch_train=2, shuffle=False) as feed:
         batches = iter(feed.train_data())

@@ -78,6 +78,8 @@ class DatasetShard:
             for fragment in sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
             for group in fragment.split_by_row_group()
         ]
+        # In turn, so that each shard has rows from all parts of the dataset, even if it is sorted.
+        groups = [group for number in range(shard_count) for group in groups[number::shard_count]]
         self.shard_count = shard_count
         self.total_rows = sum(rows for _, rows in groups)
         begin, end = (number * self.total_rows // shard_count for number in (cur_shard, cur_shard + 1))
@@ -272,10 +274,21 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 def _pool(pieces: list[Rows], rng: np.random.Generator | None) -> Rows:
     """Return the rows of the pieces, in random order with an `rng`. Empties the list, so that their memory is free."""
-    order = slice(None) if rng is None else rng.permutation(sum(map(_length, pieces)))
+    ends = np.cumsum([0, *map(_length, pieces)])
+    # Where each row goes: the rows are copied once, straight to their places.
+    places = None if rng is None else np.argsort(rng.permutation(ends[-1]))
     columns = {name: [piece[name] for piece in pieces] for name in pieces[0]}
     pieces.clear()
-    return {name: np.concatenate(columns.pop(name))[order] for name in list(columns)}
+    pool = {}
+    for name in list(columns):
+        parts = columns.pop(name)
+        if places is None:
+            pool[name] = np.concatenate(parts)
+            continue
+        pool[name] = np.empty((ends[-1], *parts[0].shape[1:]), np.result_type(*parts))
+        for part, begin, end in zip(parts, ends, ends[1:], strict=False):
+            pool[name][places[begin:end]] = part
+    return pool
 
 
 class Transformation:

@@ -9,21 +9,20 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hora.spark.estimator import writer
 from hora.spark.estimator.claims import Claim
 from hora.spark.estimator.store import Store
+from hora.spark.estimator.writer import Extent
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
 _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow skip names that start with an underscore
-_ROWS_OF_A_FILE = 1000  # with fewer rows, another file costs a task that takes longer than its rows
-_UNKNOWN_TO_SPARK = ("No FileSystem for scheme", "FileSystem not found", "UnsupportedFileSystemException")
-_ROWS = "__hora_rows"
 _SPARSE = ["size", "indices", "values"]  # of a vector stored without its zeros
 
 
@@ -96,8 +95,8 @@ def materialise(
 ) -> Dataset:
     """Write the columns to the store. Raises ValueError for rows of different shapes, missing values or an empty part.
 
-    Writes at most `num_partitions` files for the `num_proc` ranks, fewer if there are few rows. `sparse` stores vectors
-    without their zeros.
+    Writes at most `num_partitions` files, whose rows are mixed for `num_proc` ranks. `sparse` stores vectors without
+    their zeros.
     """
     from pyspark.sql import functions as sql
 
@@ -107,20 +106,17 @@ def materialise(
         stored[split] = sql.coalesce(sql.col(f"`{validation}`").cast("double") > 0, sql.lit(False))
     elif validation:
         stored[split] = sql.rand(seed) < float(validation)
-    chosen = frame.select(*(value.alias(name) for name, value in stored.items()))
-    chosen.persist()
-    try:
-        # Measure the data in memory: reading the files again would take two more jobs.
-        columns, num_rows = _measured(chosen, columns, "the DataFrame")
-        num_files = min(num_partitions, max(num_proc, num_rows // _ROWS_OF_A_FILE))
-        parts = [(chosen.where(~sql.col(split)) if validation else chosen, store.get_train_data_path(index))]
-        if validation:
-            parts.append((chosen.where(split), store.get_val_data_path(index)))
-        for part, path in parts:
-            _write(part.select(*(f"`{name}`" for name in columns)).repartition(num_files), store, path)
-    finally:
-        chosen.unpersist()
-    return open_dataset(frame.sparkSession, store, index, columns=columns, with_validation=bool(validation))
+    chosen = frame.select(*(value.alias(name) for name, value in stored.items())).coalesce(num_partitions)
+    kinds = {name: column.kind for name, column in columns.items()}
+    paths = [store.get_train_data_path(index), *([store.get_val_data_path(index)] if validation else [])]
+    written = writer.write(chosen, kinds, store, paths, num_ranks=num_proc, split=split if validation else None)
+    columns = _checked(written.extents, columns, "the DataFrame")
+    for path, num_rows in zip(paths, written.num_rows, strict=True):
+        if not num_rows:
+            raise ValueError(f"there are no rows at {path}")
+    dataset = Dataset(index, written.num_rows[0], written.num_rows[1] if validation else 0, columns)
+    _describe(dataset, store)
+    return dataset
 
 
 def open_dataset(
@@ -128,32 +124,35 @@ def open_dataset(
     store: Store,
     index: int | None,
     *,
-    columns: Mapping[str, Column] | None = None,
     with_validation: bool,
     any_type: bool = False,
 ) -> Dataset:
-    """Return the dataset in the store; without `columns` it is measured once, and the result stored next to it."""
+    """Return the dataset in the store. It is measured once, and the result stored next to it."""
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
     description = f"{path}/{_DESCRIPTION}"
-    if columns is None and store.exists(description):
+    if store.exists(description):
         found = json.loads(store.read(description))
         if not with_validation or found["val_rows"]:
             columns = {name: Column(**column) for name, column in found["columns"].items()}
             val_rows = found["val_rows"] if with_validation else 0
             return Dataset(index=index, train_rows=found["train_rows"], val_rows=val_rows, columns=columns)
-    if columns is None:
-        frame = spark.read.parquet(path)
-        columns, _ = _measured(frame, describe(frame, frame.columns, any_type=any_type), path)
+    frame = spark.read.parquet(path)
+    columns = describe(frame, frame.columns, any_type=any_type)
+    found = writer.measure(frame, {name: column.kind for name, column in columns.items()})
     dataset = Dataset(
         index=index,
-        columns=columns,
+        columns=_checked(found.extents, columns, path),
         train_rows=_count(store, path),
         val_rows=_count(store, store.get_val_data_path(index)) if with_validation else 0,
     )
-    store.write_text(description, json.dumps(asdict(dataset)))
+    _describe(dataset, store)
     return dataset
+
+
+def _describe(dataset: Dataset, store: Store) -> None:
+    store.write_text(f"{store.get_train_data_path(dataset.index)}/{_DESCRIPTION}", json.dumps(asdict(dataset)))
 
 
 def _is_sparse(kind: Any) -> bool:
@@ -185,42 +184,6 @@ def _without_zeros(array: Any) -> Any:
     return sql.when(array.isNotNull(), found)
 
 
-def _write(rows: DataFrame, store: Store, path: str) -> None:
-    """Replace the Parquet at `path`: by Spark, or by its tasks if only the store supports the file system."""
-    try:
-        rows.write.mode("overwrite").parquet(path)
-    except Exception as error:
-        if not any(words in str(error) for words in _UNKNOWN_TO_SPARK):
-            raise
-    else:
-        return
-    place = store.get_localized_path(path)
-    if store.fs.exists(place):
-        store.fs.rm(place, recursive=True)
-
-    def write_part(batches: Iterable[Any]) -> Iterator[Any]:
-        """Write a task's rows to a Parquet file. A task that Spark retries writes the same file."""
-        import pyarrow
-        from pyarrow import parquet
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None, "a Spark task without its context"
-        files, num_rows = store.fs, 0
-        files.makedirs(place, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            writer = None
-            for batch in batches:
-                if writer is None:
-                    file = files.open(f"{place}/part-{context.partitionId():05d}.parquet", "wb")
-                    writer = stack.enter_context(parquet.ParquetWriter(stack.enter_context(file), batch.schema))
-                writer.write_batch(batch)
-                num_rows += batch.num_rows
-        yield pyarrow.RecordBatch.from_pydict({"rows": [num_rows]})
-
-    rows.mapInArrow(write_part, "rows long").collect()
-
-
 def _count(store: Store, path: str) -> int:
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}")
@@ -230,30 +193,17 @@ def _count(store: Store, path: str) -> int:
     return num_rows
 
 
-def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tuple[dict[str, Column], int]:
-    """Return the columns with their sizes, and the number of rows."""
-    from pyspark.sql import functions as sql
-
-    wanted = [sql.count(sql.lit(1)).alias(_ROWS)]
-    for name, column in columns.items():
-        size = sql.size(f"`{name}`") if column.kind in ("vector", "array") else sql.lit(1)
-        if _is_sparse(frame.schema[name].dataType) and column.kind == "vector":
-            size = sql.col(f"`{name}`.size")
-        wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
-        wanted.append(sql.count(sql.when(sql.col(f"`{name}`").isNull(), 1)).alias(f"null {name}"))
-    measured = frame.agg(*wanted).collect()[0]
-    for name in columns:
-        if measured[f"null {name}"]:
+def _checked(extents: Mapping[str, Extent], columns: Mapping[str, Column], where: str) -> dict[str, Column]:
+    """Return the columns with their sizes. Raises ValueError for missing values, or rows of different lengths."""
+    for name, found in extents.items():
+        if found.missing:
+            raise ValueError(f"column {name!r} has {found.missing} missing values in {where}; fill or drop them")
+        if found.least != found.most:
             raise ValueError(
-                f"column {name!r} has {measured[f'null {name}']} missing values in {where}; fill or drop them"
+                f"the rows of column {name!r} differ in shape: they have between {found.least} and {found.most} "
+                "elements; all must have the same number"
             )
-        if measured[f"min {name}"] != measured[f"max {name}"]:
-            raise ValueError(
-                f"the rows of column {name!r} differ in shape: they have between {measured[f'min {name}']} and "
-                f"{measured[f'max {name}']} elements; all must have the same number"
-            )
-    sized = {name: replace(column, size=int(measured[f"max {name}"] or 0)) for name, column in columns.items()}
-    return sized, int(measured[_ROWS])
+    return {name: replace(column, size=extents[name].most or 0) for name, column in columns.items()}
 
 
 @dataclass

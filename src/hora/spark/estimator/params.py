@@ -42,7 +42,7 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "random_seed": (None, "for shuffling, the random split and torch"),
     "shuffle": (True, "random order of the training rows"),
     "shuffle_buffer_size": (None, "deprecated, without effect"),
-    "partitions_per_process": (10, "Parquet files for each process"),
+    "partitions_per_process": (10, "Parquet files for each process, at most"),
     "run_id": (None, "name of the run; made up unless given. If it has a checkpoint, training resumes"),
     "train_minibatch_fn": (None, "replaces the step on one batch"),
     "train_steps_per_epoch": (None, "every row once unless given"),

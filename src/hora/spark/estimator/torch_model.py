@@ -68,12 +68,12 @@ class TorchModel(HorovodModel, own={}, unlisted=("outputCols",)):
             raise ValueError(f"the DataFrame has no column {', '.join(missing)}; it has {', '.join(dataset.columns)}")
         if type(self).get_prediction_fn is TorchModel.get_prediction_fn:
             load = self._loader()
-            outputs = _evaluated(load, dataset, features, len(labels))
             sizes = self._sizes(lambda row: load()([[row[name]] for name in features]), dataset, len(labels))
+            outputs = _evaluated(load, dataset, features, sizes)
         else:  # a subclass's function gets whole rows and may use any column
             by_rows = functools.partial(_predict_row, self._packed(), self.get_prediction_fn())
-            outputs = _evaluated_by_rows(by_rows, dataset, len(labels))
             sizes = self._sizes(by_rows, dataset, len(labels))
+            outputs = _evaluated_by_rows(by_rows, dataset, sizes)
         predicted = [
             _as_label(outputs[f"o{number}"], *self._label(dataset, label), size).alias(name)
             for number, (label, name, size) in enumerate(zip(labels, names, sizes, strict=True))
@@ -144,9 +144,7 @@ def _load(model: bytes, input_shapes: Sequence[Sequence[int]], batch_size: int =
     module = unpack_model(model)
 
     def predict(columns: Sequence[Sequence[Any]]) -> Outputs:
-        inputs = [
-            torch.tensor(np.array([as_values(value) for value in column]), dtype=torch.float32) for column in columns
-        ]
+        inputs = [torch.tensor(as_array(column), dtype=torch.float32) for column in columns]
         if input_shapes:
             inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
         with torch.no_grad():
@@ -166,52 +164,57 @@ def _predict_row(model: bytes, function: PredictRow, row: Any) -> Outputs:
     return [np.asarray(output.detach().cpu().float()).reshape(-1) for output in outputs]
 
 
-def _evaluated_by_rows(predict: Callable[[Any], Outputs], frame: DataFrame, num_labels: int) -> Column:
+def _evaluated_by_rows(predict: Callable[[Any], Outputs], frame: DataFrame, sizes: Sequence[int]) -> Column:
     """Return the same column for a function of whole rows, with the DataFrame's vectors and structs."""
     import pyspark
     from pyspark.sql import functions as sql
 
-    def values(row: Any) -> tuple[list[float], ...]:
+    def values(row: Any) -> tuple[Any, ...]:
         outputs = predict(row)
-        _check_outputs(outputs, num_labels)
-        return tuple(output.astype(float).tolist() for output in outputs)
+        _check_outputs(outputs, len(sizes))
+        lists = [output.astype(float).tolist() for output in outputs]
+        return tuple(found if size > 1 else next(iter(found), None) for found, size in zip(lists, sizes, strict=True))
 
     # Arrow converts through pandas, which has no vectors. Spark 3.4 only has this path.
     plain = {"useArrow": False} if tuple(map(int, pyspark.__version__.split(".")[:2])) >= (3, 5) else {}
-    function: Any = vars(sql)["udf"](values, _outputs_type(num_labels), **plain)
+    function: Any = vars(sql)["udf"](values, _outputs_type(sizes), **plain)
     return function(sql.struct(*(frame[f"`{name}`"] for name in frame.columns)))
 
 
-def _evaluated(load: Callable[[], Predict], frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
-    """Return a column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
+def _evaluated(load: Callable[[], Predict], frame: DataFrame, read: Sequence[str], sizes: Sequence[int]) -> Column:
+    """Return a column of structs with the predictions `o0`, `o1`, …, each a double, or an array of several."""
     import pandas
     from pyspark.sql import functions as sql
 
     def batches(frames: Iterator[Any]) -> Iterator[Any]:
         function = load()
-        for columns in frames:
-            series = as_list(columns)
+        for given in frames:
+            series = as_list(given)
             if not len(series[0]):
-                yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
+                yield pandas.DataFrame({f"o{number}": [] for number in range(len(sizes))}, dtype=object)
                 continue
-            outputs = function([list(one.to_numpy()) for one in series])
-            _check_outputs(outputs, num_labels)
-            yield pandas.DataFrame(
-                {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
-            )
+            outputs = function([one.to_numpy() for one in series])
+            _check_outputs(outputs, len(sizes))
+            # Spark copies arrays row by row in Python, and columns of numbers at once.
+            columns = {
+                f"o{number}": list(output.astype(float)) if size > 1 else output[:, 0].astype(float)
+                for number, (output, size) in enumerate(zip(outputs, sizes, strict=True))
+            }
+            yield pandas.DataFrame(columns, copy=False)
 
     # Annotations as objects, from which Spark derives the kind of function: pandas is not imported with this module.
     # Spark 3.4 only accepts typing's tuple.
-    given: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
-    batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
-    evaluate: Any = vars(sql)["pandas_udf"](batches, _outputs_type(num_labels))
+    series: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
+    batches.__annotations__ = {"frames": Iterator[series], "return": Iterator[pandas.DataFrame]}
+    evaluate: Any = vars(sql)["pandas_udf"](batches, _outputs_type(sizes))
     return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
 
 
-def _outputs_type(num_labels: int) -> StructType:
+def _outputs_type(sizes: Sequence[int]) -> StructType:
     from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
-    return StructType([StructField(f"o{number}", ArrayType(DoubleType())) for number in range(num_labels)])
+    types = [ArrayType(DoubleType()) if size > 1 else DoubleType() for size in sizes]
+    return StructType([StructField(f"o{number}", one) for number, one in enumerate(types)])
 
 
 def _check_outputs(outputs: Sequence[Any], num_labels: int) -> None:
@@ -228,14 +231,13 @@ def _plain(frame: DataFrame, name: str) -> Column:
     return vector_to_array(value).alias(name) if isinstance(frame.schema[name].dataType, VectorUDT) else value
 
 
-def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
+def _as_label(value: Column, kind: str, of: str, size: int) -> Column:
     """Return a prediction in the label's type, rounded for integers; several values become a vector."""
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as sql
 
     if kind == "vector" or size > 1:
-        return array_to_vector(found)
-    value = found[0]
+        return array_to_vector(value if size > 1 else sql.array(value))
     if of in ("double", "float"):
         return value.cast(of)
     # None for values that no integer or decimal can hold. `bround` rounds halves as Python does.
@@ -245,6 +247,11 @@ def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
     return (sql.bround(finite) if of in _INTEGERS else finite).cast(of)
 
 
-def as_values(value: Any) -> Any:
-    """Return a cell of a feature column as plain values: vectors as arrays."""
-    return value.toArray() if hasattr(value, "toArray") else value
+def as_array(cells: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return the cells of a feature column as rows of an array: numbers, lists, arrays or Spark's vectors."""
+    if isinstance(cells, np.ndarray) and cells.dtype != object:
+        return cells
+    first = cells[0]
+    if isinstance(first, np.ndarray) and len(set(map(len, cells))) == 1:  # at once: the cells are views of one buffer
+        return np.concatenate(cells).reshape(len(cells), *first.shape)
+    return np.array([cell.toArray() if hasattr(cell, "toArray") else cell for cell in cells])

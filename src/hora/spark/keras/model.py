@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hora.spark.estimator.packing import as_list
-from hora.spark.estimator.torch_model import Predict, TorchModel, as_values, in_batches
+from hora.spark.estimator.torch_model import Predict, TorchModel, as_array, in_batches
 from hora.spark.keras.packing import as_inputs, keras_of, pack_model, unpack_model
 
 _OWN: dict[str, tuple[Any, str]] = {
@@ -43,7 +43,7 @@ def _load(package: str, packed: bytes, custom_objects: Mapping[str, Any], batch_
     model = unpack_model(package, packed, custom_objects)
 
     def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
-        inputs = as_inputs(model, [np.array([as_values(value) for value in column]) for column in columns])
+        inputs = as_inputs(model, [as_array(column) for column in columns])
         outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
         return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in as_list(outputs)]
 
