@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -347,6 +348,48 @@ def test_a_job_leaves_no_trace_in_the_next_one():
     # Every rank of every job has different random numbers.
     for generator in zip(*first[2], *second[2], strict=True):
         assert len(set(generator)) == 4
+
+
+def test_modules_that_only_the_driver_has_travel(tmp_path, monkeypatch):
+    module, package = tmp_path / "lone_module.py", tmp_path / "lone_package"
+    module.write_text("value = 1")
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("value = 10")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("lone_module")
+    monkeypatch.undo()  # ranks of this machine would find the folder
+
+    def main():
+        import lone_module
+        from lone_package import part
+
+        return lone_module.value + part.value
+
+    with pytest.raises(JobFailedError, match=r"module lone_module, .*py_files=\['.*/lone_module.py'\]") as failure:
+        HorovodRunner(np=2).run(main)
+    assert isinstance(failure.value.__cause__, ModuleNotFoundError)
+    path = list(sys.path)
+    assert HorovodRunner(np=2, py_files=[module, package]).run(main) == 11
+    module.write_text("value = 2")
+    assert HorovodRunner(np=2, py_files=[module, package]).run(main) == 12
+    assert sys.path == path
+    with pytest.raises(ValueError, match=r"there is no .*absent.py"):
+        HorovodRunner(np=2, py_files="absent.py")
+
+
+def test_files_of_the_application_are_found_in_ranks(spark, tmp_path_factory):
+    words = tmp_path_factory.getbasetemp() / "words.txt"  # Spark serves it until the session ends
+    words.write_text("hello")
+    spark.sparkContext.addFile(str(words))
+
+    def main():
+        from pyspark import SparkFiles
+
+        with open(SparkFiles.get("words.txt")) as file:
+            return file.read()
+
+    assert HorovodRunner(np=2).run(main) == "hello"
 
 
 def test_udfs_do_not_run_in_workers_with_a_fork_server(spark):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from hora.errors import BadCallError
+from hora.errors import BadCallError, JobFailedError
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions, Watching
 from hora.launch.options import Options
@@ -26,6 +27,7 @@ from hora.launch.pickling import pickle_call
 from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.job import SparkJob, slots_of
+from hora.launch.providers.spark.py_files import advice, checked, local_path, send
 from hora.launch.start import start
 from hora.platforms.detect import detect_world
 
@@ -101,6 +103,7 @@ class HorovodRunner:
     `hvd.elastic.run` continues when Spark loses an executor; set `main.elastic = True` (or `False`) if its code does
     not show it. `driver_log_verbosity`: `"all"` shows every line that the processes print, `"log_callback_only"` only
     messages sent with `log_to_driver`. `dashboard=True` serves a live page of the job and shows its address.
+    `py_files`: modules (`.py`), folders of packages, and archives (`.zip`, `.egg`, `.whl`) that only the driver has.
     """
 
     # No annotations on these two methods: callers inspect the signatures.
@@ -110,6 +113,7 @@ class HorovodRunner:
         np,  # noqa: ANN001
         driver_log_verbosity="log_callback_only",  # noqa: ANN001
         dashboard=None,  # noqa: ANN001
+        py_files=None,  # noqa: ANN001
     ):
         if isinstance(np, bool) or not hasattr(np, "__index__"):
             raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
@@ -120,10 +124,13 @@ class HorovodRunner:
         self.num_processor = operator.index(np)  # also numpy's integers
         self._driver_log_verbosity = driver_log_verbosity
         self._dashboard = dashboard
+        self._py_files = checked(py_files)
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle supports)."""
         _check_call(main, kwargs)
+        if self.num_processor < 0:  # ranks of this machine have the driver's path
+            sys.path.extend(path for path in local_path(self._py_files) if path not in sys.path)
         if self.num_processor == -1:
             return main(**kwargs)
         if self.num_processor < 0:
@@ -137,7 +144,8 @@ class HorovodRunner:
                 stacklevel=2,
             )
         stream_output = self._driver_log_verbosity == "all"
-        return _run_on_spark(main, kwargs, self.num_processor, stream_output=stream_output, dashboard=self._dashboard)
+        options = {"stream_output": stream_output, "dashboard": self._dashboard, "py_files": self._py_files}
+        return _run_on_spark(main, kwargs, self.num_processor, **options)
 
 
 def run_local(
@@ -154,11 +162,18 @@ def run_local(
 
 
 def _run_on_spark(
-    main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool, dashboard: bool | None
+    main: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    num_proc: int,
+    *,
+    stream_output: bool,
+    dashboard: bool | None,
+    py_files: tuple[str, ...],
 ) -> Any:
     elastic = is_elastic(main, kwargs)
     function = pickle_call(main, kwargs=kwargs) if elastic else pickle_for_rank_0(main, (), kwargs)
     cluster = cluster_or_new()
+    send(cluster, py_files)
     num_slots = require_slots(cluster, num_proc)
     job = SparkJob(
         function=function,
@@ -170,12 +185,17 @@ def _run_on_spark(
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )
-    if elastic and not is_connect(cluster):  # Connect's stage keeps its size
-        # The job continues on the remaining tasks while Spark replaces the others.
-        from hora.launch.providers.spark.elastic import run_elastic_on_spark
+    try:
+        if elastic and not is_connect(cluster):  # Connect's stage keeps its size
+            # The job continues on the remaining tasks while Spark replaces the others.
+            from hora.launch.providers.spark.elastic import run_elastic_on_spark
 
-        return value_of_rank_0(run_elastic_on_spark(cluster, job, min_num_proc=1, max_num_proc=job.num_proc))
-    return value_of_rank_0(run_on_cluster(cluster, job))
+            return value_of_rank_0(run_elastic_on_spark(cluster, job, min_num_proc=1, max_num_proc=job.num_proc))
+        return value_of_rank_0(run_on_cluster(cluster, job))
+    except JobFailedError as error:
+        if error.args:
+            error.args = (f"{error}{advice(error.__cause__)}", *error.args[1:])
+        raise
 
 
 def _call_for_rank_0(main: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

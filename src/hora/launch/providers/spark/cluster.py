@@ -324,6 +324,7 @@ _OWN = (
     "HORA_JOB",
     "HORA_WORKER",
     GPU_VARIABLE,
+    "HORA_SPARK_FILES",
 )
 
 

@@ -1,10 +1,13 @@
 """Ranks on a Spark cluster are no drivers: a SparkSession there would start a JVM of its own, with a cluster of one.
 
-Pyspark is changed when a rank imports it, and not before. Spark Connect, which starts nothing, is left alone.
+They have the files of the application (`SparkFiles.get`), as Spark's Python workers have. Pyspark is changed when a
+rank imports it, and not before. Spark Connect, which starts nothing, is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -12,7 +15,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NoReturn
 
+from hora.launch.environment import variables
+
 NO_DRIVER = "HORA_SPARK_RANK"  # set in the ranks of Spark's tasks
+FILES = "HORA_SPARK_FILES"  # and where the application's files are there
 _STARTER = "pyspark.java_gateway"
 
 
@@ -47,6 +53,11 @@ class _Finder(MetaPathFinder):
 def _forbid(module: ModuleType) -> None:
     if hasattr(module, "launch_gateway"):
         module.launch_gateway = _refuse  # type: ignore[attr-defined]
+    if root := variables().get(FILES):
+        for name in ("pyspark.core.files", "pyspark.files"):  # the second until Spark 3.5
+            with contextlib.suppress(ModuleNotFoundError):
+                files = importlib.import_module(name).SparkFiles
+                files._root_directory, files._is_running_on_worker = root, True
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -24,6 +24,7 @@ from hora.launch.environment import first_variables, variables
 from hora.launch.limits import CONNECT_S, END_S, KILLED_S
 from hora.launch.processes import family, is_stopped, module_command, send_signal, send_to_all
 from hora.launch.providers.spark import warm_pool
+from hora.launch.providers.spark.no_driver import FILES
 from hora.launch.tail import Tail
 from hora.net.keys import read_held_secret
 
@@ -68,6 +69,9 @@ class SparkTask:
 
     def _run(self, invitation: Invitation) -> tuple[int, str]:
         """Run an agent to its end; return its status and what it has complained of. It ends with this task."""
+        from pyspark import SparkFiles
+
+        files = {FILES: SparkFiles.getRootDirectory()}
         agent: subprocess.Popen[bytes] | warm_pool.WarmAgent
         if self.preload is None:
             agent = subprocess.Popen(
@@ -75,7 +79,7 @@ class SparkTask:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=first_variables() | {"PYTHONPATH": python_path()},
+                env=first_variables() | {"PYTHONPATH": python_path()} | files,
                 start_new_session=True,
             )
             assert agent.stdin is not None
@@ -83,7 +87,7 @@ class SparkTask:
                 agent.stdin.write(json.dumps(invitation._asdict()).encode() + b"\n")
                 agent.stdin.flush()
         else:
-            agent = warm_pool.agent(self.preload, python_path(), invitation)
+            agent = warm_pool.agent(self.preload, python_path(), invitation, files)
         complaints = Tail(_SHOWN_BYTES)
         assert agent.stdin is not None
         assert agent.stderr is not None

@@ -39,13 +39,14 @@ def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> N
         _warm_process(_own_variables(python_path)).request(None, (), modules)
 
 
-def agent(modules: Sequence[str], python_path: str, invitation: Invitation) -> WarmAgent:
+def agent(modules: Sequence[str], python_path: str, invitation: Invitation, more: Mapping[str, str]) -> WarmAgent:
     """Return an agent forked from the warm process, which is started or replaced if necessary.
 
-    Its workers are forks too, unless their environment would differ from that of a fresh process.
+    `more`: variables of the agent. Its workers are forks too, unless their environment would differ from that of a
+    fresh process.
     """
     late = {name: value for name, value in first_variables().items() if name.startswith(_LATE)}
-    return WarmAgent(_warm_process(_own_variables(python_path)), modules, late, invitation)
+    return WarmAgent(_warm_process(_own_variables(python_path)), modules, late | dict(more), invitation)
 
 
 def _own_variables(python_path: str) -> dict[str, str]:
