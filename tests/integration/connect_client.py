@@ -61,6 +61,27 @@ def warm(spark, folder):
     return [told[:3] for told in found], len({told[3] for told in found})
 
 
+def files(spark, folder):
+    """Send a module and a file that only the client has."""
+    from sparkdl import HorovodRunner
+
+    os.makedirs(f"{folder}/files")
+    module, words = f"{folder}/files/lone_module.py", f"{folder}/files/words.txt"
+    for path, text in ((module, "value = 7"), (words, "hello")):
+        with open(path, "w") as file:
+            file.write(text)
+    spark.addArtifacts(words, file=True)
+
+    def main():
+        import lone_module
+        from pyspark import SparkFiles
+
+        with open(SparkFiles.get("words.txt")) as file:
+            return lone_module.value, file.read()
+
+    return HorovodRunner(np=2, py_files=module).run(main)
+
+
 def failure(spark, folder):
     from sparkdl import HorovodRunner
 

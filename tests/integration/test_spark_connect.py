@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-FIRST = ("runner", "failure", "too_few", "elastic")
+FIRST = ("runner", "files", "failure", "too_few", "elastic")
 MORE = ("warm", "run", "large", "estimator", "converter", "workers")
 LAST = ("wait_for_interrupt",)
 SCENARIOS = {"server": FIRST + LAST, "server, more": MORE + LAST, "local": FIRST + MORE + LAST}
@@ -129,6 +129,11 @@ def test_the_runner_returns_rank_0s_value_and_shows_log_to_driver_messages(seen)
     assert "hello from rank 0\n" in seen.text
     assert "hello from rank 1\n" in seen.text
     assert "not shown" not in seen.text
+
+
+@first
+def test_modules_and_files_of_the_client_reach_the_ranks(seen):
+    assert seen.found["files"] == [7, "hello"]
 
 
 @more

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -382,14 +383,17 @@ def test_files_of_the_application_are_found_in_ranks(spark, tmp_path_factory):
     words = tmp_path_factory.getbasetemp() / "words.txt"  # Spark serves it until the session ends
     words.write_text("hello")
     spark.sparkContext.addFile(str(words))
+    with zipfile.ZipFile(words.with_name("many.zip"), "w") as archive:
+        archive.writestr("inside.txt", " you")
+    spark.sparkContext.addArchive(f"{words.with_name('many.zip')}#many")
 
     def main():
         from pyspark import SparkFiles
 
-        with open(SparkFiles.get("words.txt")) as file:
-            return file.read()
+        with open(SparkFiles.get("words.txt")) as file, open(SparkFiles.get("many/inside.txt")) as inside:
+            return file.read() + inside.read()
 
-    assert HorovodRunner(np=2).run(main) == "hello"
+    assert HorovodRunner(np=2).run(main) == "hello you"
 
 
 def test_udfs_do_not_run_in_workers_with_a_fork_server(spark):
