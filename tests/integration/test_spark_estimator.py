@@ -369,6 +369,9 @@ def test_invalid_data_raises_helpful_errors(spark, frame, store):
         estimator(store, validation="mark").fit(spark.createDataFrame([(1.0, 1.0, 0)], ["x", "y", "mark"]))
     with pytest.raises(ValueError, match="there is no Parquet dataset"):
         estimator(store).fit_on_parquet(dataset_idx=9)
+    store.write_text(f"{store.get_train_data_path(8)}/_delta_log/0.json", "")
+    with pytest.raises(ValueError, match=r"is a Delta table: read it with Spark, and use fit\(df\)"):
+        estimator(store).fit_on_parquet(dataset_idx=8)
     with pytest.raises(TypeError, match="no parameter learning_rate"):
         TorchEstimator(learning_rate=1)
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hora.config import on_databricks
-from hora.data.shard import POOL_BYTES, DatasetShard, Rows, Transformation
+from hora.data import delta
+from hora.data.shard import POOL_BYTES, DatasetShard, Rows, Transformation, filesystem_of, open_dataset
 from hora.platforms.detect import place_variables
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class SparkDatasetConverter:
             raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
         _await_files(self.file_urls)
         _warn_of_another_place(cur_shard, shard_count)
-        filesystem, path = _filesystem(self.cache_dir_url)
+        filesystem, path = filesystem_of(self.cache_dir_url)
         shard = DatasetShard(
             path,
             filesystem=filesystem,
@@ -157,7 +158,8 @@ def make_spark_converter(
     compression_codec: str | None = None,
     dtype: str | None = "float32",
 ) -> SparkDatasetConverter:
-    """Write a DataFrame to the cache directory unless it is there, or open the Parquet directory at this URL.
+    """Write a DataFrame to the cache directory unless it is there, or open the Parquet directory or Delta table at this
+    URL. A table stays at the version that it has now, or at that of `table@v5`.
 
     `dtype`: the type for all floating-point columns; None leaves them unchanged.
     """
@@ -208,7 +210,7 @@ def _delete(url: str) -> None:
     if _handler is not None:
         _handler(url)
         return
-    filesystem, path = _filesystem(url)
+    filesystem, path = filesystem_of(url)
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm(path, recursive=True)
 
@@ -254,24 +256,13 @@ def _plain(frame: DataFrame, dtype: str | None) -> DataFrame:
     return frame.select(*columns)
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    if url.startswith("dbfs:/"):
-        url = "/dbfs" + url.removeprefix("dbfs:")  # the mount that every process of the cluster has
-    elif url.startswith("file:/"):
-        url = "/" + url.removeprefix("file:").lstrip("/")
-    filesystem, path = fsspec.core.url_to_fs(url)
-    return filesystem, str(path)
-
-
 def _opened(url: str) -> SparkDatasetConverter:
-    import pyarrow.dataset
-
-    filesystem, path = _filesystem(url)
-    dataset = pyarrow.dataset.dataset(path, format="parquet", filesystem=filesystem)
-    files = tuple(sorted(f"{url.rstrip('/')}/{os.path.relpath(name, path)}" for name in dataset.files))
-    return SparkDatasetConverter(url, files, dataset.count_rows())
+    url = url.rstrip("/")
+    filesystem, path = filesystem_of(url)
+    dataset, opened = open_dataset(filesystem, path)
+    folder, place = delta.location(path)[0], delta.location(url)[0]
+    files = sorted(f"{place}/{os.path.relpath(name, folder)}" for name in dataset.files)
+    return SparkDatasetConverter(url + opened.removeprefix(path), tuple(files), dataset.count_rows())
 
 
 def _await_files(urls: Sequence[str]) -> None:
@@ -287,7 +278,7 @@ def _await_files(urls: Sequence[str]) -> None:
 
 
 def _exists(url: str) -> bool:
-    filesystem, path = _filesystem(url)
+    filesystem, path = filesystem_of(url)
     return bool(filesystem.exists(path))
 
 
@@ -299,7 +290,7 @@ def _warn_of_another_place(cur_shard: int | None, shard_count: int | None) -> No
 
 
 def _warn_of_small_files(converter: SparkDatasetConverter) -> None:
-    places = [_filesystem(url) for url in converter.file_urls]
+    places = [filesystem_of(url) for url in converter.file_urls]
     sizes = [filesystem.size(path) for filesystem, path in places]
     if len(sizes) > 1 and statistics.median(sizes) < _SMALL_FILE_BYTES:
         _log.warning(

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hora.data import delta
+
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
 POOL_BYTES = 256 * 2**20  # rows are shuffled in pools of half this size, because shuffling copies them, …
 _POOL_ROWS = 65536  # … or of this many rows, so that the first batch does not wait for many small ones
@@ -29,6 +31,9 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
 
 class DatasetShard:
     """One rank's rows of the dataset at `path`, read in spans (parts of row groups).
+
+    `path` is a folder of Parquet files, one file, or a Delta table, which may have a version: `table@v5`. Give it one
+    if the table may change: all ranks must read the same rows.
 
     Args:
         filesystem: where `path` is; without one, `path` may be a URL that fsspec opens with the `storage_options`.
@@ -54,8 +59,6 @@ class DatasetShard:
         keep: bool = False,
         pool_bytes: int = POOL_BYTES,
     ) -> None:
-        import pyarrow.dataset
-
         if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int) or pool_bytes < 1:
             raise ValueError(f"pool_bytes must be an integer of at least 1, but it is {pool_bytes!r}")
 
@@ -64,13 +67,12 @@ class DatasetShard:
                 f"cur_shard must be at least 0 and less than shard_count={shard_count}, but it is {cur_shard}"
             )
         if filesystem is None:
-            import fsspec
-
-            filesystem, path = fsspec.core.url_to_fs(path, **(storage_options or {}))
+            filesystem, path = filesystem_of(path, storage_options)
         self._columns, self._transform = columns, transform
         self._num_readers, self._pool_bytes = num_readers, pool_bytes
         self._kept: dict[int, list[Rows]] | None = {} if keep else None
-        dataset = pyarrow.dataset.dataset(path, format="parquet", filesystem=filesystem)
+        dataset, _ = open_dataset(filesystem, path)
+        self._schema = dataset.schema
         if unknown := sorted(set(columns or ()) - set(dataset.schema.names)):
             raise ValueError(f"the dataset at {path} has no column {', '.join(unknown)}, but {dataset.schema.names}")
         groups = [
@@ -168,10 +170,13 @@ class DatasetShard:
         yield from self._kept[number]
 
     def _pieces_of_file(self, group: Any, begin: int, end: int) -> Iterator[Rows]:
+        from pyarrow.dataset import get_partition_keys
         from pyarrow.parquet import ParquetFile
 
         (about,) = group.row_groups
-        columns = list(self._columns) if self._columns else None
+        names = list(self._columns or self._schema.names)
+        partition = get_partition_keys(group.partition_expression)
+        columns = [name for name in names if name not in partition]
         num_bytes = _decoded_bytes(group.metadata.row_group(about.id), columns)
         num_rows = max(1, self._pool_bytes // _PIECES * about.num_rows // max(num_bytes, 1))
         # A dataset's own scanner decodes whole row groups; this reader decodes as many rows as it is asked for.
@@ -184,19 +189,46 @@ class DatasetShard:
                 low, high = max(begin - first, 0), min(end - first, batch.num_rows)
                 first += batch.num_rows
                 if low < high:
-                    yield self._rows(batch.slice(low, high - low), columns)
+                    yield self._rows(batch.slice(low, high - low), names, partition)
                 if first >= end:
                     return
 
-    def _rows(self, batch: Any, columns: Sequence[str] | None) -> Rows:
+    def _rows(self, batch: Any, names: Sequence[str], partition: Mapping[str, Any]) -> Rows:
+        """Return a batch of a file as arrays. A file lacks the values of its partition, and columns that came later."""
         import pyarrow
 
         table = pyarrow.Table.from_batches([batch])
+        for name in names:
+            if name not in table.column_names:
+                value = pyarrow.scalar(partition.get(name), self._schema.field(name).type)
+                table = table.append_column(name, pyarrow.repeat(value, batch.num_rows))
         any_type = self._transform is not None
-        names = columns or table.column_names
         # Copies: the buffers that Arrow decodes lists into have up to twice the room that their values need.
         rows: Rows = {name: _array(table.column(name), name, any_type=any_type).copy() for name in names}
         return rows if self._transform is None else self._transform(rows)
+
+
+def filesystem_of(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a URL or a path, and the path there. Databricks' `dbfs:/…` is a mount on every node."""
+    import fsspec
+
+    if url.startswith("dbfs:/"):
+        url = "/dbfs" + url.removeprefix("dbfs:")
+    elif url.startswith("file:/"):
+        url = "/" + url.removeprefix("file:").lstrip("/")
+    filesystem, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
+    return filesystem, str(path)
+
+
+def open_dataset(filesystem: Any, path: str) -> tuple[Any, str]:
+    """Return a pyarrow dataset, and its path: that of a Delta table with the version that was opened."""
+    import pyarrow.dataset
+
+    table, version = delta.location(path)
+    if delta.is_table(filesystem, table):
+        dataset, version = delta.snapshot(filesystem, table, version)
+        return dataset, f"{table}@v{version}"
+    return pyarrow.dataset.dataset(path, format="parquet", filesystem=filesystem), path
 
 
 def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hora.data import delta
 from hora.spark.estimator import writer
 from hora.spark.estimator.claims import Claim
 from hora.spark.estimator.store import Store
@@ -129,6 +130,8 @@ def open_dataset(
 ) -> Dataset:
     """Return the dataset in the store. It is measured once, and the result stored next to it."""
     path = store.get_train_data_path(index)
+    if delta.is_table(store.fs, store.get_localized_path(path)):
+        raise ValueError(f"{path} is a Delta table: read it with Spark, and use fit(df)")
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
     description = f"{path}/{_DESCRIPTION}"
