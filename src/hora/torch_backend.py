@@ -42,8 +42,11 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     from hora.torch.distributed.creation import create
+    from hora.torch.protection.automatic import watch_models
 
-    return create(options, backend_options, hooked=_calls_are_hooked())
+    made = create(options, backend_options, hooked=_calls_are_hooked())
+    watch_models()
+    return made
 
 
 def _calls_are_hooked() -> bool:

@@ -121,7 +121,8 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     models = [DistributedDataParallel(net, **recipe.options) for net in networks]
     optimizers, scaler = recipe.optimizers(networks), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.97)
-    hora.elastic.protect(models, optimizers, scheduler=scheduler)
+    if not plan.get("automatic"):  # HORA_ELASTIC_PER_STEP=1 protects the loop
+        hora.elastic.protect(models, optimizers, scheduler=scheduler)
     called: list[Any] = [torch.compile(model) for model in models] if recipe.name == "compiled" else models
     deaths = {int(death["step"]): death["phase"] for death in plan["deaths"] if death["worker"] == worker}
     kept: dict[str, list[Any]] = {}

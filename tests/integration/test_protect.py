@@ -21,10 +21,11 @@ def death(worker: int, step: int, phase: str) -> dict[str, Any]:
     return {"worker": worker, "step": step, "phase": phase}
 
 
-def run_and_replay(folder: Path, plan: dict[str, Any], num_proc: int) -> str:
+def run_and_replay(folder: Path, plan: dict[str, Any], num_proc: int, **variables: str) -> str:
     """Run a plan, and compare every survivor's parameters and optimizer state with one process's; return the output."""
     command = [sys.executable, str(_SCRIPT), json.dumps(plan), str(folder)]
-    status, output, errors = run_command("hora", "run", "-np", str(num_proc), "--min-np", "1", *command)
+    options = ["-np", str(num_proc), "--min-np", "1"]
+    status, output, errors = run_command("hora", "run", *options, *command, env=variables)
     assert status == 0, output + errors
     survivors = {worker for worker in range(num_proc) if worker not in [one["worker"] for one in plan["deaths"]]}
     found = {worker: torch.load(folder / f"{worker}.pt") for worker in survivors}
@@ -66,6 +67,47 @@ def test_trainings_of_every_kind_lose_no_step(tmp_path: Path, recipe: str):
 def test_two_ranks_that_die_at_once_and_one_that_is_left_alone(tmp_path: Path):
     deaths = [death(0, 4, "gradient 2"), death(2, 4, "gather"), death(1, 7, "gather")]
     run_and_replay(tmp_path, {"recipe": "views", "steps": 9, "deaths": deaths}, 4)
+
+
+def test_a_variable_protects_a_loop_that_is_not_changed(tmp_path: Path):
+    plan = {"recipe": "two models", "steps": 8, "deaths": _TWO_DEATHS, "automatic": True}
+    run_and_replay(tmp_path, plan, 4, HORA_ELASTIC_PER_STEP="1")
+
+
+UNCHANGED = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("hora")
+worker, told = int(os.environ["HORA_WORKER"]), sys.argv[1]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(10**6):
+    optimizer.zero_grad()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        with open(told + ".part", "w") as file:
+            file.write(str(error))
+        os.replace(told + ".part", told)
+        raise
+    optimizer.step()
+    if worker == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    over = torch.tensor(os.path.exists(told))
+    dist.all_reduce(over, op=dist.ReduceOp.MAX)
+    if over:
+        break
+"""
+
+
+def test_a_newcomer_cannot_find_its_place_in_a_loop_that_is_not_changed(tmp_path: Path):
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(UNCHANGED)
+    command = ["-np", "3", "--min-np", "2", "--spares", "1", sys.executable, str(script), str(told)]
+    status, output, errors = run_command("hora", "run", *command, env={"HORA_ELASTIC_PER_STEP": "1"})
+    assert status == 0, output + errors
+    assert "a newcomer cannot find the place that the other ranks have reached" in told.read_text()
 
 
 def test_without_an_elastic_launcher_nothing_happens():

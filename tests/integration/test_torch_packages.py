@@ -1,4 +1,4 @@
-"""Accelerate, the Hugging Face Trainer and Lightning on two ranks match gloo, also after a resume.
+"""Accelerate, the Hugging Face Trainer and Lightning on two ranks match gloo, also after a resume, and survive a death.
 
 Each program trains four steps, then loads the checkpoint of step two into new objects and repeats steps three and four.
 It prints the group's class and the weights of both runs. `make test-torch-distributed` installs the packages.
@@ -15,15 +15,30 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from job_process import run_command
 
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
-import json, sys
+import json, os, signal, sys
 import torch
 import torch.distributed as dist
 
 folder, backend = sys.argv[1], sys.argv[2]
+num_ranks, num_steps = int(os.environ["WORLD_SIZE"]), 0
+
+
+def die(*_):
+    global num_steps
+    num_steps += 1
+    if num_steps == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ.get("HORA_ELASTIC_PER_STEP") and os.environ["RANK"] == "1":
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(die)
 
 
 def samples():
@@ -37,6 +52,9 @@ def network():
 
 
 def tell(first, second):
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, [tensor.sum().item() for tensor in [*first, *second]])
+    assert of_all.count(of_all[0]) == len(of_all), "the ranks have other weights"
     if dist.get_rank() == 0:
         lists = [[tensor.detach().flatten().tolist() for tensor in tensors] for tensors in (first, second)]
         print("RESULT", json.dumps([type(dist.group.WORLD).__name__, *lists]), flush=True)
@@ -62,7 +80,8 @@ def train(first, last, resumed):
             optimizer.step()
         if step == 1:
             accelerator.save_state(folder)
-    assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [0, 1]
+    if dist.get_world_size() == num_ranks:
+        assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [*range(num_ranks)]
     weights = list(accelerator.unwrap_model(model).parameters())
     accelerator.free_memory()
     return weights
@@ -128,7 +147,7 @@ def train(checkpoint=None):
     else:
         strategy = DDPStrategy(process_group_backend=backend)
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=4, logger=False,
+    trainer = lightning.Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, max_steps=4, logger=False,
                                 enable_progress_bar=False, enable_model_summary=False, callbacks=[saving])
     module = Module()
     trainer.fit(module, ckpt_path=checkpoint)
@@ -178,6 +197,28 @@ def test_the_package_trains_and_resumes_as_on_gloo(package, program, arguments, 
     for what, found in (("trained", trained), ("resumed", resumed)):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), what
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "arguments"),
+    [
+        pytest.param("accelerate", ACCELERATE, (), id="accelerate"),
+        pytest.param("transformers", TRAINER, (), id="trainer"),
+        pytest.param("lightning", LIGHTNING, ("ddp",), id="lightning"),
+    ],
+)
+def test_the_package_goes_on_without_a_dead_rank(package, program, arguments, tmp_path):
+    if not _has(package) or (package == "transformers" and not _has("accelerate")):
+        pytest.skip(f"needs {package}: make test-torch-distributed")
+    script = tmp_path / "program.py"
+    script.write_text(PRELUDE + program)
+    options = ["-np", "3", "--min-np", "2", "--replace-gloo"]
+    command = ["hora", "run", *options, sys.executable, str(script), str(tmp_path), "hora", *arguments]
+    variables = {"HORA_ELASTIC_PER_STEP": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    status, output, errors = run_command(*command, env=variables)
+    assert status == 0, output + errors
+    assert "2 ranks go on after" in errors
+    assert "RESULT" in output
 
 
 def _has(package: str) -> bool:

@@ -51,6 +51,11 @@ class NotificationManager:
             # A notice about a new generation may arrive while its members still reset, which discards all notices.
             self._on_notice(self._latest)
 
+    @property
+    def has_listeners(self) -> bool:
+        """Return whether a loop in this process would be notified."""
+        return bool(self._listeners)
+
     def register_listener(self, listener: State) -> None:
         with self._lock:
             self._listeners.append(listener)

@@ -4,8 +4,9 @@ The guard replaces methods of one group object, so other groups do not pay for i
 copy, because the engine writes a tensor piece by piece: an interrupted call must leave the caller's as it was.
 
 A gather of all members' tensors that is repeated among fewer of them leaves zeros in the places of the missing ones.
-Torch's SyncBatchNorm takes a place without rows for that of a rank without input. Other calls whose arguments depend on
-the number of members cannot be repeated among another number: they raise an error on every rank.
+Torch's SyncBatchNorm takes a place without rows for that of a rank without input. A program that gathers for as many
+members as it counted at its start, such as Accelerate, gets the tensors of some of them twice. Other calls whose
+arguments depend on the number of members cannot be repeated among another number: they raise an error on every rank.
 """
 
 from __future__ import annotations
@@ -109,19 +110,28 @@ class Guard:
 
     def _gather(self, original: Callable[..., Work], arguments: Sequence[Any]) -> Work:
         outputs, inputs, options = arguments
-        blocking, size = waits(options), self._group.size()
-        results = list(outputs[0]) if isinstance(outputs, (list, tuple)) else list(outputs.view(size, -1).unbind())
+        blocking, size, now = waits(options), self._group.size(), 0
+        if isinstance(outputs, (list, tuple)):
+            results, whole = list(outputs[0]), None
+        else:
+            places = max(outputs.numel() // max(inputs.numel(), 1), 1)
+            whole = outputs.view(places, -1)
+            results = list(whole.unbind())
+        num_missing = len(results) - size  # of members that the caller counted once, and that have died since
 
         def begin() -> Work:
+            nonlocal now
             now = self._group.size()
-            self._check_size(size, now, grows=False)
-            for missing in results[now:]:
-                missing.detach().zero_()
-            if isinstance(outputs, (list, tuple)):
+            self._check_size(len(results) if num_missing > 0 else size, now, grows=False)
+            if whole is None:
                 return self._original(original, [results[:now]], inputs, _asynchronous(options))
-            return self._original(original, outputs.view(size, -1)[:now], inputs, _asynchronous(options))
+            return self._original(original, whole[:now], inputs, _asynchronous(options))
 
-        return self._make(Call(begin, results), outputs, _Waits(blocking))
+        def deliver() -> None:
+            for place, missing in enumerate(results[now:], now):
+                missing.detach().copy_(results[place % now]) if num_missing > 0 else missing.detach().zero_()
+
+        return self._make(Call(begin, results, deliver), outputs, _Waits(blocking))
 
     def _other(self, original: Callable[..., Work], arguments: Sequence[Any]) -> Work:
         *tensors, options = arguments

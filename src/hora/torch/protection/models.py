@@ -39,15 +39,16 @@ class ProtectedModel:
         """Attach to the model."""
         # DDP compares the annotations of a hook with its classes, not with their names.
         self.model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
-        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
 
     @property
     def has_final_buckets(self) -> bool:
         """Return whether the buckets of the next pass are those of all later ones."""
         return self.num_passes >= _FIRST_WITH_FINAL_BUCKETS - 1
 
-    def _before_forward(self, model: torch.nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
+    def before_forward(self, model: torch.nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        """Called before each pass of the model."""
+        if is_training_pass(model):
             tensors = (value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor) and value.dim())
             first = next(tensors, None)
             self._on_begin()
@@ -117,6 +118,14 @@ class ProtectedModel:
     def _parameters(self) -> list[torch.nn.Parameter]:
         ignored = self.model.parameters_to_ignore
         return [p for name, p in self.model.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def is_training_pass(model: torch.nn.Module) -> bool:
+    """Return whether a pass of this DDP model that begins now is one of training.
+
+    Lightning leaves the model itself in the mode of the last validation, and sets that of the module inside.
+    """
+    return torch.is_grad_enabled() and (model.training or getattr(model, "module", model).training)
 
 
 def digest_of(models: Sequence[DistributedDataParallel], optimizers: Sequence[torch.optim.Optimizer]) -> str:

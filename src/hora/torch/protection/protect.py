@@ -56,7 +56,19 @@ def protect(
                 f"--min-np, such as: hora run -np {world.size} --min-np {max(world.size // 2, 1)} python train.py"
             )
         return
-    models, optimizers = _checked_models(_listed(model)), _checked_optimizers(_listed(optimizer))
+    begin_loop(_listed(model), _listed(optimizer), scheduler, sampler)
+
+
+def begin_loop(
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    scheduler: Any = None,
+    sampler: Any = None,
+    *,
+    at: tuple[torch.nn.Module, Any, dict[str, Any]] | None = None,
+) -> None:
+    """Protect these models. `at`: the training pass that begins just now, of a model with its inputs."""
+    models, optimizers = _checked_models(models), _checked_optimizers(optimizers)
     _check_parameters(models, optimizers)
     if _active:
         raise ValueError(
@@ -67,6 +79,19 @@ def protect(
     loop = _ProtectedLoop(models, optimizers, belongings)
     loop.begin()
     _active.append(loop)
+    if at is not None:
+        loop.begin_pass(*at)
+
+
+def end_loop() -> None:
+    """End the protection of this process's loop, if there is one (collective)."""
+    for loop in list(_active):
+        loop.end()
+
+
+def is_protected(model: torch.nn.Module) -> bool:
+    """Return whether this model belongs to a protected loop."""
+    return any(model is one.model for loop in _active for one in loop.models)
 
 
 class _ProtectedLoop:
@@ -83,16 +108,15 @@ class _ProtectedLoop:
         digest = digest_of(models, optimizers)
         self._protection = Protection(self._group, digest, self._teach, self._learn, belongings.samplers)
         self._guard = Guard(self._group, self._protection)
-        self._models = [ProtectedModel(model, self._protection, self._begin_pass) for model in models]
-        self._models[0].on_rows = belongings.use
+        self.models = [ProtectedModel(model, self._protection, self._begin_pass) for model in models]
+        self.models[0].on_rows = belongings.use
         self._optimizers, self._belongings = optimizers, belongings
         self._waiting_for = set[torch.optim.Optimizer]()  # optimizers that step before this step is over
 
     def begin(self) -> None:
         self._protection.enter()
         engine.admit_later()
-        for optimizer in self._optimizers:
-            optimizer.register_step_post_hook(self._stepped)
+        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in self._optimizers]
         notification_manager.init()
         notification_manager.register_listener(self._protection)  # type: ignore[arg-type]
         leave = self._group.shutdown
@@ -105,25 +129,29 @@ class _ProtectedLoop:
         group.shutdown = shutdown
         self._group.comparisons.models.clear()  # they count the group's calls, of which a newcomer has made fewer
         leave_untraced()  # the hooks of a compiled model are no part of its graph
-        for model in self._models:
+        for model in self.models:
             model.hook()
         self._guard.put_up()
         atexit.register(self._end_at_exit)
+
+    def begin_pass(self, model: torch.nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        """Begin a training pass of a model for which its hook was attached too late."""
+        next(one for one in self.models if one.model is model).before_forward(model, inputs, named)
 
     def _begin_pass(self) -> None:
         """Called before each training pass: the first one after all optimizers have stepped begins a step."""
         if not self._waiting_for:
             self._waiting_for = set(self._optimizers)
-            self._protection.pass_boundary(admits=all(model.has_final_buckets for model in self._models))
+            self._protection.pass_boundary(admits=all(model.has_final_buckets for model in self.models))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._waiting_for.discard(optimizer)
 
     def _teach(self, among: HoraProcessGroup) -> None:
-        self._belongings.exchange(among, self._models, root=0)
+        self._belongings.exchange(among, self.models, root=0)
 
     def _learn(self, among: HoraProcessGroup) -> None:
-        self._protection.consumed = self._belongings.exchange(among, self._models, root=0)
+        self._protection.consumed = self._belongings.exchange(among, self.models, root=0)
         self._waiting_for = set()
 
     def end(self) -> None:
@@ -135,6 +163,8 @@ class _ProtectedLoop:
         self._protection.start(call)
         self._protection.finish(call)
         self._guard.take_down()
+        for handle in self._handles:
+            handle.remove()
         self._group.__dict__.pop("shutdown", None)
         notification_manager.remove_listener(self._protection)  # type: ignore[arg-type]
 
