@@ -4,8 +4,9 @@
 
 1. Recovery: three ranks train, and one is killed (SIGKILL), ten times. Reports the time from the kill to the next
 completed step, its phases, the repeated steps, and the time from the start of a newcomer's process to its first step.
-Contenders: per step under `horovodrun --min-np 2`; `torchrun --max-restarts` with DDP and a checkpoint every step;
-torchft (`pip install torchft==0.2.0`) over gloo, with each rank a replica that restarts after a second, as ours do.
+Contenders: `hvd` per step under `hora run --min-np 2`; DDP with `hora.elastic.protect`, and the same with `--spares`;
+`torchrun --max-restarts` with DDP and a checkpoint every step; torchft (`pip install torchft==0.2.0`) over gloo, with
+each rank a replica that restarts after a second, as ours do.
 2. Overhead: a step without failures against the same step without fault tolerance, in turns.
 
 torchft's settings (`LIGHTHOUSE`) are the fastest that lost no healthy rank here. The ranks run `--worker`.
@@ -34,6 +35,10 @@ MYSELF = [sys.executable, "-m", "benchmarks.elastic"]
 LIMIT_S = 180.0
 # A heartbeat every 50 ms, and death after half a second; the defaults are 100 ms and five seconds.
 LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 500}
+HORA_RUN = [sys.executable, "-m", "hora", "run"]
+OURS = ("hora", "protect", "spares")
+# In two parts: a program that names such a variable in one is not forked under --spares.
+FRESH_STORE = "TORCH" + "_DISABLE_SHARE_RDZV_TCP_STORE"
 NUM_TURNS = {"tiny MLP": 51, "MLP 4x2048": 9, "ResNet18": 9}
 STEPS_A_TURN = {"tiny MLP": 100, "MLP 4x2048": 4, "ResNet18": 2}
 
@@ -87,6 +92,32 @@ def work_hora(folder: Path) -> None:
             raise
 
     train(state)
+
+
+def work_protect(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import hora.elastic
+
+    torch.set_num_threads(1)
+    dist.init_process_group("hora")
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters())
+    hora.elastic.protect(model, optimizer)
+    is_over = torch.zeros(1)
+    while not is_over.item():
+        optimizer.zero_grad()
+        model(torch.randn(32, 256)).square().mean().backward()
+        optimizer.step()
+        number = int(next(iter(optimizer.state.values()))["step"])
+        world, size = os.environ["HORA_GENERATION"], dist.get_world_size()
+        log(folder, what="step", size=size, number=number, rank=dist.get_rank(), world=world)
+        is_over.fill_((folder / "stop").exists())
+        dist.all_reduce(is_over)
+        time.sleep(0.01)
+    dist.destroy_process_group()
 
 
 def work_torchrun(folder: Path) -> None:
@@ -219,6 +250,37 @@ def work_overhead_hora(folder: Path) -> None:
 
             steps.append(step)
         in_turns(folder, name, *steps, is_first=hvd.rank() == 0)
+
+
+def work_overhead_protect(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import hora.elastic
+    from hora.torch.protection.protect import end_loop
+
+    torch.set_num_threads(1)
+    dist.init_process_group("hora")
+    plain = dist.new_group()  # `protect` changes the calls of the default group alone
+    for name in STEPS_A_TURN:
+        steps = []
+        for group in (plain, dist.group.WORLD):
+            net, inputs = trained(name)
+            model = DistributedDataParallel(net, process_group=group)
+            optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+            if group is dist.group.WORLD:
+                hora.elastic.protect(model, optimizer)
+
+            def step(model: Any = model, inputs: Any = inputs, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+            steps.append(step)
+        in_turns(folder, name, *steps, is_first=dist.get_rank() == 0)
+        end_loop()
+    dist.destroy_process_group()
 
 
 def work_overhead_torchft(folder: Path) -> None:
@@ -433,9 +495,12 @@ def main() -> None:
 
 WORKERS: dict[str, Callable[[Path], None]] = {
     "hora": work_hora,
+    "protect": work_protect,
+    "spares": work_protect,
     "torchrun": work_torchrun,
     "torchft": work_torchft,
     "overhead-hora": work_overhead_hora,
+    "overhead-protect": work_overhead_protect,
     "overhead-torchft": work_overhead_torchft,
 }
 
@@ -444,13 +509,16 @@ def report_recovery(num_kills: int, peers: list[str]) -> None:
     cooldown = ["--blacklist-cooldown-range", "1", "1"]
     # Use a fresh store for every restart: in a shared one ranks find the addresses of dead ranks. Allow more restarts
     # than kills, because some ranks fail by themselves.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[FRESH_STORE] = "1"
+    ours = [*HORA_RUN, "-np", "3", "--min-np", "2"]
     commands = {
-        "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, *MYSELF],
+        "hora": [*ours, *cooldown, *MYSELF],
+        "protect": [*ours, *cooldown, *MYSELF],
+        "spares": [*ours, "--spares", str(num_kills), *MYSELF],
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100", *MYSELF[1:]],
         "torchft": [*MYSELF, "--replicas", "3"],
     }
-    results = {name: recovery_of(name, commands[name], num_kills) for name in ("hora", *peers)}
+    results = {name: recovery_of(name, commands[name], num_kills) for name in (*OURS, *peers)}
     for peer in peers:
         print(f"standing still after a kill, {peer} / hora: {results[peer] / results['hora']:.1f}")
 
@@ -473,7 +541,8 @@ def recovery_of(name: str, command: list[str], num_kills: int) -> float:
 
 
 def report_overhead(peers: list[str]) -> None:
-    commands = {"hora": [str(BIN / "horovodrun"), "-np", "2", *MYSELF]}
+    elastic = ["-np", "2", "--min-np", "2"]
+    commands = {"hora": [*HORA_RUN, "-np", "2", *MYSELF], "protect": [*HORA_RUN, *elastic, *MYSELF]}
     if "torchft" in peers:
         commands["torchft"] = [*MYSELF, "--replicas", "2"]
     for peer, command in commands.items():

@@ -4,7 +4,7 @@
 
 A plan names a recipe and deaths: worker, step, and phase: in `forward`, in the backward pass when the n-th parameter's
 gradient is complete (`gradient n`), between backward and step (`reduced`), after the step (`stepped`), or where the
-others gather numbers before the forward pass (`gather`).
+others gather numbers before the forward pass (`gather`), alone or together with its host's agent (`host`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def train(plan: dict[str, Any], folder: Path) -> None:
             next(networks[0].children()).register_forward_hook(die)
         if phase.startswith("gradient"):
             [*networks[0].parameters()][int(phase.split()[1])].register_post_accumulate_grad_hook(die)
-        if phase == "gather":
+        if phase == "host":
+            os.kill(os.getppid(), signal.SIGKILL)  # its agent
+        if phase in ("gather", "host"):
             die()
         if recipe.name == "views":
             gather(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from job_process import run_command
 from protected_training import replay
+from test_elastic_netns import Machines, machines  # noqa: F401 - a fixture
 
 import horovod
 
@@ -21,11 +23,18 @@ def death(worker: int, step: int, phase: str) -> dict[str, Any]:
     return {"worker": worker, "step": step, "phase": phase}
 
 
-def run_and_replay(folder: Path, plan: dict[str, Any], num_proc: int, **variables: str) -> str:
+def run_and_replay(
+    folder: Path,
+    plan: dict[str, Any],
+    num_proc: int,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+) -> str:
     """Run a plan, and compare every survivor's parameters and optimizer state with one process's; return the output."""
     command = [sys.executable, str(_SCRIPT), json.dumps(plan), str(folder)]
-    options = ["-np", str(num_proc), "--min-np", "1"]
-    status, output, errors = run_command("hora", "run", *options, *command, env=variables)
+    size = ["-np", str(num_proc), "--min-np", "1"]
+    status, output, errors = run_command("hora", "run", *size, *options, *command, env=env, prefix=prefix)
     assert status == 0, output + errors
     survivors = {worker for worker in range(num_proc) if worker not in [one["worker"] for one in plan["deaths"]]}
     found = {worker: torch.load(folder / f"{worker}.pt") for worker in survivors}
@@ -69,9 +78,23 @@ def test_two_ranks_that_die_at_once_and_one_that_is_left_alone(tmp_path: Path):
     run_and_replay(tmp_path, {"recipe": "views", "steps": 9, "deaths": deaths}, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.netns
+@pytest.mark.parametrize("phase", ["gradient 1", "reduced", "host"])
+def test_a_rank_or_all_of_a_host_dies_on_another_host(
+    machines: Machines,  # noqa: F811
+    tmp_path: Path,
+    phase: str,
+):
+    plan = {"recipe": "views", "steps": 9, "deaths": [death(2, 4, phase)]}
+    options = ["-H", "10.78.0.1:2,there:1", "--network-interfaces", "cable", "--start-timeout", "60"]
+    prefix = ("ip", "netns", "exec", machines.here)
+    run_and_replay(tmp_path, plan, 3, *options, env={"HORA_SSH": machines.server.command}, prefix=prefix)
+
+
 def test_a_variable_protects_a_loop_that_is_not_changed(tmp_path: Path):
     plan = {"recipe": "two models", "steps": 8, "deaths": _TWO_DEATHS, "automatic": True}
-    run_and_replay(tmp_path, plan, 4, HORA_ELASTIC_PER_STEP="1")
+    run_and_replay(tmp_path, plan, 4, env={"HORA_ELASTIC_PER_STEP": "1"})
 
 
 UNCHANGED = """

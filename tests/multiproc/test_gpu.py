@@ -25,6 +25,7 @@ from test_process_group_calls import callback, drop, future, poll, wait
 from test_shm_transport import SharedSegments
 from transport_checks import check_everything
 
+import horovod
 import horovod.torch as hvd
 from hora.engine.request import Reduce
 from hora.engine.transport import device_memory
@@ -561,3 +562,48 @@ def test_a_parameter_that_differs_on_one_rank_is_noticed(rank, size):
     if size > 1:
         with pytest.raises(DriftError, match=r"2\.weight .*on rank 1"):
             train(140)
+
+
+def test_a_protected_training_goes_on_in_its_cuda_contexts():
+    """Four ranks share the GPU and two are killed: the others train on, and the losses are those of a calm run.
+
+    All ranks have the same rows, so that the mean over any number of them is the same.
+    """
+
+    def train(deaths: dict[int, int]) -> tuple[int, bool, list[float]]:
+        import os
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        import hora.elastic
+
+        dist.init_process_group("hora")
+        torch.cuda.set_device(0)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(net, device_ids=[0], bucket_cap_mb=0.1)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        hora.elastic.protect(model, optimizer)
+        kept, losses = torch.arange(1000, device="cuda"), []
+        place = kept.data_ptr()
+        for step in range(12):
+            rows = torch.randn(32, 256, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
+            optimizer.zero_grad()
+            loss = model(rows).square().mean()
+            if deaths.get(int(os.environ["HORA_WORKER"])) == step:
+                net[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        size, stays = dist.get_world_size(), kept.data_ptr() == place and kept.sum().item() == 499500
+        dist.destroy_process_group()
+        return size, stays, losses
+
+    calm = horovod.run(train, ({},), num_proc=4, min_num_proc=2)
+    disturbed = horovod.run(train, ({1: 4, 3: 7},), num_proc=4, min_num_proc=2)
+    assert [size for size, _, _ in (*calm, *disturbed)] == [4, 4, 2, 2]
+    assert all(stays for _, stays, _ in disturbed)
+    for _, _, losses in disturbed:
+        assert losses == pytest.approx(calm[0][2], rel=1e-4)
