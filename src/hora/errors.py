@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "AuthenticationError",
     "BadCallError",
@@ -95,3 +97,23 @@ class JobFailedError(RuntimeError):
         self.remote_traceback = remote_traceback
         self.log_tail = log_tail
         self.headline = headline
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows of this error: the rank's own traceback, the last line last, and none of ours.
+
+        IPython calls it. `%debug`, `traceback.print_exc()` and a log still have all frames.
+        """
+        text = self.remote_traceback
+        if not text:
+            return [f"JobFailedError: {self}"]
+        for file, number in _cells().items():
+            text = text.replace(f'File "{file}"', f"Cell In[{number}]")
+        who = "a rank" if self.rank is None else f"rank {self.rank}"
+        return [f"JobFailedError: {who} of the job has failed:", "", *text.rstrip().splitlines()]
+
+
+def _cells() -> dict[str, int]:
+    """Return the number of each cell of this notebook by the name that its code has as a file."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return dict(getattr(getattr(shell, "compile", None), "_filename_map", None) or {})

@@ -6,10 +6,14 @@ Only members of the job unpickle them.
 from __future__ import annotations
 
 import io
+import linecache
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
+
+_MAX_CELL_LINES = 2000
 
 
 def pickle_call(
@@ -21,14 +25,47 @@ def pickle_call(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict of keyword arguments, but it is {kwargs!r}")
     try:
-        file = io.BytesIO()
-        _CallPickler(file).dump((function, tuple(args), dict(kwargs or {})))
-        return file.getvalue()
+        call = (function, tuple(args), dict(kwargs or {}))
+        pickled = _pickled(call)
+        cells = _cells_in(pickled)
+        return _pickled(_WithCells(call, cells)) if cells else pickled
     except Exception as error:  # a user's object may raise anything
         raise TypeError(
             f"the function and its arguments cannot be sent to the workers: {error}. What cannot be pickled (a lock, "
             "an open file, a connection) has to be made inside the function, not passed to it or used from outside"
         ) from error
+
+
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    _CallPickler(file).dump(value)
+    return file.getvalue()
+
+
+def _cells_in(pickled: bytes) -> dict[str, list[str]]:
+    """Return the source of the notebook's cells whose functions are in this pickle: no rank finds it on a disk."""
+    cached = [(name, entry[2]) for name, entry in linecache.cache.items() if len(entry) > 2]
+    return {
+        name: list(lines)
+        for name, lines in cached
+        if len(lines) <= _MAX_CELL_LINES and name.encode() in pickled and not os.path.exists(name)
+    }
+
+
+class _WithCells:
+    """Unpickles as the call, after its cells have become known to tracebacks."""
+
+    def __init__(self, call: tuple[Any, ...], cells: dict[str, list[str]]) -> None:
+        self._parts = call, cells
+
+    def __reduce__(self) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
+        return _know_cells, self._parts
+
+
+def _know_cells(call: tuple[Any, ...], cells: dict[str, list[str]]) -> tuple[Any, ...]:
+    for name, lines in cells.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return call
 
 
 class _CallPickler(cloudpickle.Pickler):
