@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions torch-venv test-torch-names test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions torch-venv test-torch-names test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-mlflow test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; writes a figure, a model and a report"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a separate virtual environment"
 	@echo "make test-slow                  the slow tests, which make test leaves out"
 	@echo "make test-security              attacks and old defects, through public names only; more of them as root"
+	@echo "make test-mlflow                reports to a real MLflow server; installs MLflow"
 	@echo "make test-ray RAY=2.60          horovod.ray on a real Ray cluster of two nodes; installs that Ray"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras with Keras 2 and 3; installs TensorFlow"
 	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; Accelerate, transformers, Lightning; up to an hour"
@@ -209,6 +210,12 @@ test-torch-distributed: $(STAMP)
 		WORLD_SIZE=$$size OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -rfE tests/integration/torch_suite.py || exit 1; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfEs tests/integration/test_torch_packages.py
+
+# MLflow brings a server and a hundred megabytes: `make test` leaves these tests out where it is not there.
+test-mlflow: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt mlflow optuna
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_mlflow.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs tests/integration/test_docs.py -k "mlflow or hyperparameters"
 
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)

@@ -26,7 +26,14 @@ TARGETS = {
     name: name
     for name in (
         *("test", "demo", "docs", "test-slow", "test-security", "test-habits", "test-hosts", "test-store"),
-        *("test-tensorflow", "test-torch-distributed", "test-spark-protected", "test-containers", "test-perfetto"),
+        *(
+            "test-tensorflow",
+            "test-torch-distributed",
+            "test-spark-protected",
+            "test-containers",
+            "test-perfetto",
+            "test-mlflow",
+        ),
         *("coverage", "verify", "simulate", "chaos", "scale", "release-check"),
     )
 } | {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hora.decorator import distributed
     from hora.launch.run import run
-    from hora.telemetry import report
+    from hora.telemetry.report import report
     from hora.torch.capacity_plan import plan
 
 __all__ = ["distributed", "plan", "report", "run"]
@@ -19,7 +19,7 @@ __all__ = ["distributed", "plan", "report", "run"]
 _MODULES = {
     "distributed": "hora.decorator",
     "plan": "hora.torch.capacity_plan",
-    "report": "hora.telemetry",
+    "report": "hora.telemetry.report",
     "run": "hora.launch.run",
 }
 

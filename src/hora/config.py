@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from hora.spelling import did_you_mean
 
@@ -141,6 +141,22 @@ def _read(setting: Field[Any], env: Mapping[str, str]) -> Any:
 def allowed_ports(environ: Mapping[str, str] | None = None) -> range:
     """Return the ports at which this process may listen; empty if the user allows all. Raises ValueError."""
     return cast(range, _read(EngineConfig.__dataclass_fields__["ports"], os.environ if environ is None else environ))
+
+
+class Reporting(NamedTuple):
+    """Settings of `hora.report` in variables; `to` is None if there are none. `run_id`: the job's MLflow run."""
+
+    to: str | None
+    each_rank: bool
+    run_id: str
+
+
+def reporting() -> Reporting:
+    """Read HORA_REPORT, HORA_REPORT_RANKS and MLflow's variable of a run."""
+    ranks = os.environ.get("HORA_REPORT_RANKS", "")
+    if ranks not in ("", "0", "all"):
+        raise ValueError(f"HORA_REPORT_RANKS must be 0 (rank 0 reports) or all, but it is {ranks!r}")
+    return Reporting(os.environ.get("HORA_REPORT") or None, ranks == "all", os.environ.get("MLFLOW_RUN_ID", ""))
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> Iterator[str]:

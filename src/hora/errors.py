@@ -97,6 +97,7 @@ class JobFailedError(RuntimeError):
         self.remote_traceback = remote_traceback
         self.log_tail = log_tail
         self.headline = headline
+        self.advice = ""  # what to change, if the place where the job was started knows it
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows of this error: the rank's own traceback, the last line last, and none of ours.
@@ -109,7 +110,11 @@ class JobFailedError(RuntimeError):
         for file, number in _cells().items():
             text = text.replace(f'File "{file}"', f"Cell In[{number}]")
         who = "a rank" if self.rank is None else f"rank {self.rank}"
-        return [f"JobFailedError: {who} of the job has failed:", "", *text.rstrip().splitlines()]
+        return [
+            f"JobFailedError: {who} of the job has failed:",
+            "",
+            *(text.rstrip() + self.advice.rstrip()).splitlines(),
+        ]
 
 
 def _cells() -> dict[str, int]:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW_PAGES = {"estimator.md", "spark_notebook.md"}
 LAUNCHED = {"ddp_fsdp.md"}  # their scripts need a launcher, which the `sh` block starts
+NEEDED = {"ray.md": "ray", "mlflow.md": "mlflow", "hyperparameters.md": "optuna"}  # packages that no extra brings
 LIMIT_S = 300
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -71,8 +72,8 @@ def _page(page: Path) -> ParameterSet:
     "page", [_page(page) for page in PAGES if _blocks(page, "python") and page.name not in LAUNCHED]
 )
 def test_python_blocks(page, playground):
-    if page.name == "ray.md":
-        pytest.importorskip("ray")
+    if page.name in NEEDED:
+        pytest.importorskip(NEEDED[page.name], reason=f"{NEEDED[page.name]} is not installed")
     if page.name == "tensorflow.md" and importlib.util.find_spec("tensorflow") is None:
         pytest.skip("needs TensorFlow: make test-tensorflow")
     # Functions of the page are pickled by value, as in a notebook.

@@ -94,13 +94,28 @@ print("size after the interrupt:", HorovodRunner(np=2).run(train_hvd, width=2)[0
 """
 
 
+BROKEN = """
+def broken():
+    import horovod.torch as hvd
+    hvd.init()
+    if hvd.rank() == 1:
+        raise KeyError("island")  # the penguin's
+    hvd.barrier()
+
+HorovodRunner(np={np}).run(broken)
+"""
+
+
 class LiveClient(NotebookClient):
     """Runs a notebook and reacts to the output of its cells as soon as it appears."""
 
     reactions: dict
+    displayed: list  # every state of every display
 
     def process_message(self, msg, cell, cell_index):
         text = msg["content"].get("text", "") if msg["msg_type"] == "stream" else ""
+        if msg["msg_type"] in ("display_data", "update_display_data"):
+            self.displayed.append(msg["content"]["data"].get("text/html", ""))
         for wanted in [wanted for wanted in self.reactions if wanted in text]:
             self.reactions.pop(wanted)(self)
         return super().process_message(msg, cell, cell_index)
@@ -113,9 +128,9 @@ def interrupt(client):
 def run(tmp_path, *cells, reactions):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells])
     client = LiveClient(notebook, timeout=280, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
-    client.reactions = reactions
+    client.reactions, client.displayed = reactions, []
     client.execute()
-    return notebook.cells
+    return notebook.cells, client.displayed
 
 
 def look_at_the_page(seen, go):
@@ -138,7 +153,7 @@ def shown(cell):
 def test_a_notebook_trains_locally_and_on_spark_with_logs_and_interrupts(tmp_path):
     go = tmp_path / "go"
     seen = {}
-    cells = run(
+    cells, displayed = run(
         tmp_path,
         MODEL,
         TRAIN,
@@ -151,6 +166,8 @@ def test_a_notebook_trains_locally_and_on_spark_with_logs_and_interrupts(tmp_pat
         AFTER,
         SLEEP.replace("now", "locally").format(np=-2),
         AFTER,
+        BROKEN.format(np=-2),
+        BROKEN.format(np=2),
         reactions={
             "waiting for the reader": lambda client: look_at_the_page(seen, go),
             "sleeping now": interrupt,
@@ -169,4 +186,28 @@ def test_a_notebook_trains_locally_and_on_spark_with_logs_and_interrupts(tmp_pat
     for index in (6, 8):
         errors = [output.ename for output in cells[index].outputs if output.output_type == "error"]
         assert errors == ["KeyboardInterrupt"], cells[index].outputs
+        (line,) = next(output.traceback for output in cells[index].outputs if output.output_type == "error")
+        assert line == "KeyboardInterrupt: the job was stopped, and its 2 ranks have ended"
         assert "size after the interrupt: 2" in shown(cells[index + 1])
+    for index in (10, 11):
+        (error,) = [output for output in cells[index].outputs if output.output_type == "error"]
+        assert error.ename == "JobFailedError"
+        assert [line for line in error.traceback if set(line) - {" ", "^"} or not line] == [
+            "JobFailedError: rank 1 of the job has failed:",
+            "",
+            "Traceback (most recent call last):",
+            f"  Cell In[{index + 1}], line 5, in broken",
+            '    raise KeyError("island")  # the penguin\'s',
+            "KeyError: 'island'",
+        ]
+    # One line of progress below each cell, which ends with the outcome.
+    below = {
+        index: [o.data["text/html"] for o in cells[index].outputs if o.output_type == "display_data"]
+        for index in (2, 10)
+    }
+    assert len(below[2]) == len(below[10]) == 1, below
+    assert below[2][0].startswith("<div><b>train_hvd</b>: done after ")
+    assert "2 ranks, step 3" in below[2][0]
+    assert below[10][0].startswith("<div><b>broken</b>: failed after ")
+    assert any(": starting: " in state or "2 ranks, step" in state for state in displayed), displayed
+    assert any(f'<a href="{seen["url"]}"' in state and "2 ranks" in state for state in displayed), displayed

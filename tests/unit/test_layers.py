@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"net", "telemetry", "watch"},
     "workers": {"launch", "net"},
     "data": set(),
-    "spark": {"torch", "keras", "data", "workflow", "launch", "net"},
+    "spark": {"torch", "keras", "data", "workflow", "launch", "net", "telemetry"},
     "ray": {"launch", "net", "legacy"},
     "workflow": {"telemetry", "torch"},
     "labs": {"keras", "launch", "telemetry", "torch", "workflow"},

@@ -16,6 +16,7 @@ import hora.torch as hvd
 from hora.keras.hyperparameters import follow_number, learning_rate_variable, read_number, set_number
 from hora.keras.values import assign_values, broadcast_variables, optimizer_variables, read_values
 from hora.telemetry.meters import meter
+from hora.telemetry.report import outbox
 
 Logs = MutableMapping[str, Any] | None
 
@@ -78,7 +79,9 @@ class MetricAverageCallback:
             values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64, device="cpu")
             means = hvd.allreduce(values, name=f"keras.metrics.{'.'.join(names)}").tolist()
             logs.update(zip(names, means, strict=True))
-            meter.report(dict(zip(names, means, strict=True)))
+            found = dict(zip(names, means, strict=True))
+            meter.report(found)
+            outbox.add(found, epoch + 1)
         meter.restart_step()
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hora.errors import JobFailedError
@@ -27,6 +27,7 @@ from hora.world import World
 if TYPE_CHECKING:
     from hora.watch import live
     from hora.watch.kubeflow import Reports
+    from hora.watch.tracking import Tracking
 
 # Variables for the workers of an observed job: they report once a second.
 # Of ranks whose job is watched. A job that a rank starts has no page or recording of its own at the same place.
@@ -59,6 +60,8 @@ class Watching:
     record: str | None = None  # a file for `hora view`
     verdict: bool = True  # at the end: on the terminal, and in verdict.json beside the record or in this directory
     reports: Reports | None = None  # of the job's progress, to Kubeflow
+    tracking: Tracking | None = None  # the job's MLflow run
+    progress: bool = False  # a line that changes, where the job was started
     browser: bool = False  # open the page in one
     demo: bool = False  # the page can kill ranks
 
@@ -72,7 +75,8 @@ class Watching:
         record: str | None = None,
         verdict: bool | None = None,
     ) -> Watching | None:
-        """Read arguments, HORA_DASHBOARD (1, 0, or an address), HORA_RECORD, HORA_VERDICT, Kubeflow's variables.
+        """Read arguments, HORA_DASHBOARD (1, 0, or an address), HORA_RECORD, HORA_VERDICT, HORA_REPORT, Kubeflow's
+        variables; an active MLflow run counts as HORA_REPORT=mlflow.
 
         None: nothing is wanted. A job with a page or a recording has a verdict.
         """
@@ -88,9 +92,21 @@ class Watching:
             reports = Reports.of(environ)
         if verdict is None:
             verdict = environ.get("HORA_VERDICT", "") not in ("", "0") or page or bool(record)
-        if not page and not record and not verdict and reports is None:
+        tracking = None
+        if "mlflow" in sys.modules or environ.get("HORA_REPORT") or environ.get("MLFLOW_RUN_ID"):
+            from hora.watch.tracking import Tracking
+
+            tracking = Tracking.wanted(environ)
+        if not page and not record and not verdict and reports is None and tracking is None:
             return None
-        return cls(page=page, listen=listen, record=record, verdict=verdict, reports=reports)
+        return cls(page=page, listen=listen, record=record, verdict=verdict, reports=reports, tracking=tracking)
+
+    @classmethod
+    def with_progress(cls, watching: Watching | None) -> Watching | None:
+        """Add the line of progress, if this process's output is a notebook or a terminal."""
+        from hora.watch.progress import has_place
+
+        return replace(watching or cls(verdict=False), progress=True) if has_place() else watching
 
 
 class Observation(RendezvousEvents):
@@ -102,6 +118,7 @@ class Observation(RendezvousEvents):
 
     def __init__(self) -> None:
         self.observer: live.Dashboard | None = None
+        self.reporting: Mapping[str, str] = {}  # variables of the ranks, once the job is observed
         self._worlds: Mapping[int, World] = {}  # the present one, by worker
         self._asked_at: dict[int, float] = {}  # worker -> when its stack was requested
         self._stacks_to_show: set[int] = set()
@@ -116,27 +133,38 @@ class Observation(RendezvousEvents):
         title: str,
         command: Sequence[str] = (),
         elastic: bool = False,
+        num_ranks: int = 0,
+        platform: str = "",
     ) -> None:
         """Begin to observe the job as `watching` says; `control` controls it. OSError: the page's address is taken."""
         if watching is None:
             return
         from hora.watch.live import Dashboard
 
-        names = [word for word in command if word.endswith((".py", ".sh"))] + [*command[:1], "a function"]
+        programs = [word for word in command if word.endswith((".py", ".sh"))] + [*command[:1], "a function"]
         facts = {
             "id": job_id,
-            "title": title or os.path.basename(names[0]),
+            "title": title or os.path.basename(programs[0]),
             "command": " ".join(command)[:500],
             "began": time.time(),
             "elastic": elastic,
             **({"demo": True} if watching.demo else {}),
         }
-        how = {name: getattr(watching, name) for name in ("listen", "record", "page", "verdict", "reports")}
+        how = {
+            name: getattr(watching, name)
+            for name in ("listen", "record", "page", "verdict", "reports", "tracking", "progress")
+        }
         try:
             self.observer = Dashboard(facts, control, **how)
         except BaseException:
             self.rendezvous.close()
             raise
+        self.reporting = REPORTING
+        if watching.tracking is not None:
+            what = facts["command"] or facts["title"]
+            parameters = {"hora.np": num_ranks, "hora.launcher": platform, "hora.command": what}
+            watching.tracking.begin(str(facts["title"]), parameters)
+            self.reporting = {**REPORTING, **watching.tracking.variables()}
         if watching.browser and self.observer.page is not None:
             from hora.watch.address import show_in_browser
 
@@ -220,6 +248,7 @@ class Job:
     grace_s: float = GRACE_S
     verbose: bool = False
     title: str = ""
+    platform: str = "this machine"  # what starts its processes
     watching: Watching | None = None
     secret: bytes | None = field(default=None, repr=False)  # of a job that has one already
     id: str = ""  # the same

@@ -93,6 +93,8 @@ def start(
             hosts = agents.hosts()
         elastic = elastic_spec(options, hosts, script, agents) if options.elastic else None
         job = adjust(make_job(options, environ, elastic, hosts, agents, function=function, executable=executable))
+        if agents is not None:
+            job = replace(job, platform=type(provider).__name__)
         if agents is not None and not agents.nodes:
             _start_agents(agents, hosts, options)
         launcher = HostLauncher() if agents is None else HostLauncher(agents=agents, listen=agents.address)

@@ -32,6 +32,7 @@ from hora.launch.program import Program
 from hora.launch.providers.spark.no_driver import NO_DRIVER, forbid_driver
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.platforms.detect import detect_world
+from hora.telemetry.report import finish as finish_reports
 
 _FETCH_LIMIT_S = 600.0
 
@@ -92,6 +93,7 @@ def main() -> int:
         try:
             function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
             result = function(*args, **kwargs)
+            finish_reports(failed=False)  # the job may end as soon as the results are there
             pickled = pickle_result(result, rank=world.rank)
         except SystemExit as error:
             if error.code is None or isinstance(error.code, int):
@@ -100,6 +102,7 @@ def main() -> int:
             return 1
         except BaseException as error:  # not swallowed but reported, with its own traceback
             _report(client, error)
+            finish_reports(failed=True)
             return 1
         finally:
             sys.stdout.flush()

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from hora.launch.environment import variables
-from hora.launch.job import REPORTING, Observation, Watching
+from hora.launch.job import Observation, Watching
 from hora.launch.slots import Slot, place_ranks
 from hora.net.rendezvous import Rendezvous
 from hora.net.sockets import interface_address
@@ -91,7 +91,8 @@ class Coordinator:
         self._close = weakref.finalize(self, self.rendezvous.close)
         self._endpoint = RendezvousEndpoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
         watching = Watching.wanted(variables())
-        self._observation.observe(watching, self, job, title="horovod.ray")
+        size = len(self.node_id_by_rank)
+        self._observation.observe(watching, self, job, title="horovod.ray", platform="Ray", num_ranks=size)
         self.begin_anew()
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
@@ -100,7 +101,7 @@ class Coordinator:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_JOB": job,
             "HORA_SECRET": secret.hex(),
-            **({} if watching is None else REPORTING),
+            **self._observation.reporting,
         }
 
     def begin_anew(self) -> None:

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from hora.errors import BadCallError, JobFailedError
 from hora.launch.environment import variables
-from hora.launch.job import JobResult, OutputOptions, Watching
+from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
@@ -32,6 +32,7 @@ from hora.launch.start import start
 from hora.platforms.detect import detect_world
 
 _ELASTIC_ROOM = "hora.torch.elastic"
+T = TypeVar("T", bound=Job)
 _VERBOSITIES = ("log_callback_only", "all")
 
 
@@ -102,8 +103,9 @@ class HorovodRunner:
     the function in this process. `np = 0` (deprecated): one process per task slot of the cluster. A function that uses
     `hvd.elastic.run` continues when Spark loses an executor; set `main.elastic = True` (or `False`) if its code does
     not show it. `driver_log_verbosity`: `"all"` shows every line that the processes print, `"log_callback_only"` only
-    messages sent with `log_to_driver`. `dashboard=True` serves a live page of the job and shows its address.
-    `py_files`: modules (`.py`), folders of packages, and archives (`.zip`, `.egg`, `.whl`) that only the driver has.
+    messages sent with `log_to_driver`, and in a notebook or terminal a line of progress. `dashboard=True` serves a live
+    page of the job and shows its address. `py_files`: modules (`.py`), folders of packages, and archives (`.zip`,
+    `.egg`, `.whl`) that only the driver has.
     """
 
     # No annotations on these two methods: callers inspect the signatures.
@@ -136,16 +138,20 @@ class HorovodRunner:
         if self.num_processor < 0:
             title = getattr(main, "__name__", "")
             options = {"num_proc": -self.num_processor, "dashboard": self._dashboard}
-            return value_of_rank_0(run_local(main, (), kwargs, title, variables(), **options))
+            shows = partial(_with_progress, shown=not self._shows_all)
+            return value_of_rank_0(run_local(main, (), kwargs, title, variables(), adjust=shows, **options))
         if self.num_processor == 0:
             warnings.warn(
                 "np=0 is deprecated: it takes every task slot of the cluster; use np=<number of processes>",
                 DeprecationWarning,
                 stacklevel=2,
             )
-        stream_output = self._driver_log_verbosity == "all"
-        options = {"stream_output": stream_output, "dashboard": self._dashboard, "py_files": self._py_files}
+        options = {"stream_output": self._shows_all, "dashboard": self._dashboard, "py_files": self._py_files}
         return _run_on_spark(main, kwargs, self.num_processor, **options)
+
+    @property
+    def _shows_all(self) -> bool:
+        return bool(self._driver_log_verbosity == "all")
 
 
 def run_local(
@@ -154,11 +160,21 @@ def run_local(
     kwargs: Mapping[str, Any],
     title: str,
     environ: Mapping[str, str],
+    *,
+    adjust: Callable[[Job], Job] = lambda job: job,
     **options: Any,
 ) -> JobResult:
     """Run on this machine. The processes' output goes to this process's output: a cell, a terminal."""
     function = pickle_for_rank_0(main, args, kwargs)
-    return start(Options.filled(environ, **options), environ, function=function, adjust=partial(replace, title=title))
+
+    def titled(job: Job) -> Job:
+        return adjust(replace(job, title=title))
+
+    return start(Options.filled(environ, **options), environ, function=function, adjust=titled)
+
+
+def _with_progress(job: T, *, shown: bool) -> T:
+    return replace(job, watching=Watching.with_progress(job.watching)) if shown else job
 
 
 def _run_on_spark(
@@ -185,6 +201,7 @@ def _run_on_spark(
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )
+    job = _with_progress(job, shown=not stream_output)
     try:
         if elastic and not is_connect(cluster):  # Connect's stage keeps its size
             # The job continues on the remaining tasks while Spark replaces the others.
@@ -194,7 +211,8 @@ def _run_on_spark(
         return value_of_rank_0(run_on_cluster(cluster, job))
     except JobFailedError as error:
         if error.args:
-            error.args = (f"{error}{advice(error.__cause__)}", *error.args[1:])
+            error.advice = advice(error.__cause__)
+            error.args = (f"{error}{error.advice}", *error.args[1:])
         raise
 
 

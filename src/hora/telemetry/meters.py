@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import re
 import resource
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from hora.telemetry.sample import MAX_EVENTS, MAX_METRICS, MAX_NAME, Sample
+
+_log = logging.getLogger("hora")
 
 # Fields of a meter that only grow.
 _TOTALS = ("num_steps", "step_s", "data_s", "backward_s", "between_s", "wait_s", "reduce_s", "transport_s",
@@ -214,13 +217,7 @@ class Meter:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; tensors are converted here, not on the training thread."""
         taken, self._metrics = self._metrics, {}
-        numbers = {}
-        for name, value in taken.items():
-            try:
-                numbers[name[:MAX_NAME]] = float(value)
-            except (TypeError, ValueError, RuntimeError):
-                continue
-        return numbers
+        return numbers_of(taken)
 
     def pop_events(self) -> tuple[tuple[str, str], ...]:
         commits = [("commit", self._commit.popleft()) for _ in range(len(self._commit))]
@@ -229,6 +226,26 @@ class Meter:
     def put_back(self, events: tuple[tuple[str, str], ...]) -> None:
         """Return events that could not be sent, so that the next `pop_events` finds them first."""
         self._events.extendleft(reversed(events))
+
+
+_not_numbers: set[str] = set()  # metrics of which the user knows
+
+
+def numbers_of(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """Return the metrics that are numbers, and name any other one once."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name[:MAX_NAME]] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            if name not in _not_numbers:
+                _not_numbers.add(name)
+                shape = getattr(value, "shape", None)
+                what = f"of the shape {tuple(shape)}" if shape else f"{value!r:.60}"
+                _log.warning(
+                    "hora.report: %s is no number but a %s, %s: it is left out", name, type(value).__name__, what
+                )
+    return numbers
 
 
 def _cpu_s() -> float:
@@ -244,18 +261,3 @@ def _memory_bytes() -> float:
 
 meter = Meter()
 """The meter of this process."""
-
-
-def report(*, total_steps: int | None = None, **metrics: SupportsFloat) -> None:
-    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`.
-
-    Cheap, on any rank, at any time. `total_steps`: the number of optimizer steps of this training, passed once; the
-    page then shows the remaining time.
-
-    Args:
-        total_steps: How many steps the training has in all, for the page's estimate.
-        metrics: Numbers by name, shown on the live page.
-    """
-    if total_steps is not None:
-        meter.total_steps = int(total_steps)
-    meter.report(metrics)

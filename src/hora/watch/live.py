@@ -25,8 +25,10 @@ from hora.watch import address, view
 from hora.watch.http import Access
 from hora.watch.kubeflow import Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
+from hora.watch.progress import ProgressLine
 from hora.watch.recording import Recorder
 from hora.watch.server import PageServer
+from hora.watch.tracking import Tracking
 from hora.watch.verdict import make_verdict
 
 _PROFILE_S = 2.0
@@ -54,7 +56,7 @@ class Dashboard:
     """The observer of a job (`launch.job.Observation`), whose methods the page calls. Thread-safe.
 
     `listen`: host:port. `record`: a file for `hora view`. `page=False`: no page. `verdict`: at the end. `reports`: to
-    Kubeflow.
+    Kubeflow. `tracking`: the job's MLflow run. `progress`: a line that changes, where the job was started.
     """
 
     def __init__(
@@ -67,9 +69,12 @@ class Dashboard:
         page: bool = True,
         verdict: bool = True,
         reports: Reports | None = None,
+        tracking: Tracking | None = None,
+        progress: bool = False,
     ) -> None:
         self._job = job
         self._reports = reports
+        self._tracking = tracking
         self._recorder = Recorder(record, facts)
         self._verdict_folder = Path(record or "verdict.json").parent if verdict else None
         self._output = _Output()
@@ -84,10 +89,12 @@ class Dashboard:
             sock, access, self.page = address.open_page(listen, str(facts.get("title", "")), framed=notebook)
             sockets.append(sock)
         self._server = PageServer(self._run, access, dashboard=self)
-        self._server.start(sockets)
         if self.page is not None:
             self._published = address.publish_page(self.page)
             _announce(self.page, address.parse_address(listen)[0], notebook)
+        url = "" if self.page is None else self.page.full_url
+        self.progress = ProgressLine(str(facts.get("title", "")), url) if progress else None
+        self._server.start(sockets)
 
     # ---- the job ------------------------------------------------------------------------------------------
 
@@ -111,6 +118,8 @@ class Dashboard:
         """Handle the end of the job (done, failed or stopped): inform the viewers and close everything."""
         self.note("end", -1, outcome=outcome, text=text)
         self._server.close()
+        if self.progress is not None:
+            self.progress.show(self._run)
         if self.page is not None:
             self._published.close()
         if self._reports is not None:
@@ -118,6 +127,9 @@ class Dashboard:
         self._recorder.close()
         if self._verdict_folder is not None:
             _conclude(self._run, self._verdict_folder)
+        if self._tracking is not None:
+            verdict = make_verdict(self._run)
+            self._tracking.end(outcome, verdict.text(), verdict.to_json())
 
     # ---- the page's requests, in the server's thread --------------------------------------------------------
 
@@ -154,6 +166,8 @@ class Dashboard:
         """Request what a person would request; runs once a second."""
         if self._reports is not None:
             self._reports.tick(run)
+        if self.progress is not None and run.outcome is None:
+            self.progress.show(run)
         stuck = run.stuck() if run.outcome is None else None
         name = stuck.name if stuck is not None else ""
         if name and (time.time() - self._asked_stacks_at > _ASK_AGAIN_S or self._asked_about != name):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hora.telemetry.meters import meter
+from hora.telemetry.report import outbox
 from hora.torch import elastic
 from hora.torch.elastic.handlers import SnapshotHandler, StateHandler, get_handler_registry
 from hora.workflow import peers
@@ -161,6 +162,7 @@ class _Run:
             self.progress.finish_epoch(epoch, record)
             for logger in self.loggers:
                 logger.log(record, epoch + 1)
+            outbox.add(record, epoch + 1)
         if self.early_stopping is not None:
             self.stopped = self.early_stopping.should_stop(record, self.model)
 

@@ -21,6 +21,7 @@ import torch
 
 from hora.errors import ModelFileError
 from hora.files import replaced
+from hora.telemetry.report import outbox
 from hora.workflow.architectures import build
 
 _FORMAT = "hora-model-1"
@@ -108,7 +109,7 @@ def save(
     features: Sequence[Feature] = (),
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model to a folder, replacing an older one atomically.
+    """Write a model to a folder, replacing an older one atomically. An MLflow run of the job keeps a copy.
 
     Args:
         path: The folder, created if needed.
@@ -143,6 +144,7 @@ def save(
     for old in folder.iterdir():
         if old.suffix == ".partial" or (_WEIGHTS.match(old.name) and old.name != name):
             old.unlink()
+    outbox.add({}, files=[folder.absolute()])
     return folder
 
 

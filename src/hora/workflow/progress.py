@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hora.config import in_notebook
+from hora.config import in_notebook, reporting
+from hora.telemetry.destinations import MLflow, Point, TensorBoard, active_mlflow_run
 
 _LINE_EVERY_S = 0.5
 
@@ -90,58 +91,39 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoardLog:
+class _Log:
+    """Epochs as points of a destination of `hora.report`."""
+
+    _destination: TensorBoard | MLflow
+
+    def log(self, record: Mapping[str, float], epoch: int) -> None:
+        """Write one value per number of the record, at this epoch."""
+        self._destination.log([Point(epoch, time.time(), record)])
+
+    def close(self) -> None:
+        """Write what is left; end an MLflow run that was started here."""
+        self._destination.close()
+
+
+class TensorBoardLog(_Log):
     """Event files in `folder`; opened at the first record, so only on the rank that logs."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = str(folder)
-        self._writer: Any = None
-
-    def log(self, record: Mapping[str, float], epoch: int) -> None:
-        """Write one scalar per value."""
-        if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError("TensorBoardLog needs tensorboard: pip install tensorboard") from error
-            self._writer = SummaryWriter(self._folder)
-        for name, value in record.items():
-            # train_loss and valid_loss each form a chart group
-            self._writer.add_scalar(name.replace("_", "/", 1), value, epoch)
-
-    def close(self) -> None:
-        """Flush the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._destination = TensorBoard(str(folder))
 
 
-class MLflowLog:
+class MLflowLog(_Log):
     """Metrics of the active MLflow run, or of a new one, which `close` ends."""
 
+    _destination: MLflow
+
     def __init__(self, *, experiment: str | None = None, run_name: str | None = None) -> None:
-        self._experiment = experiment
-        self._run_name = run_name
-        self._mlflow: Any = None
-        self._owns_run = False
+        self._experiment, self._run_name = experiment or "", run_name or ""
+        self._destination = MLflow()
 
     def log(self, record: Mapping[str, float], epoch: int) -> None:
         """Log all values as metrics of one step."""
-        if self._mlflow is None:
-            try:
-                import mlflow
-            except ImportError as error:
-                raise ValueError("MLflowLog needs mlflow: pip install mlflow") from error
-            self._mlflow = mlflow
-            if mlflow.active_run() is None:
-                if self._experiment is not None:
-                    mlflow.set_experiment(self._experiment)
-                mlflow.start_run(run_name=self._run_name)
-                self._owns_run = True
-        self._mlflow.log_metrics(dict(record), step=epoch)
-
-    def close(self) -> None:
-        """End the run if it was started here."""
-        if self._owns_run:
-            self._mlflow.end_run()
-        self._mlflow, self._owns_run = None, False
+        if not self._destination.is_open:
+            run_id = active_mlflow_run() or reporting().run_id
+            self._destination = MLflow(run_id, experiment=self._experiment, run_name=self._run_name)
+        super().log(record, epoch)

@@ -57,7 +57,8 @@ def train(num_steps: int) -> None:
     import torch
 
     import hora.torch as hvd
-    from hora.telemetry import meter, report
+    from hora.telemetry import meter
+    from hora.telemetry.report import report
     from hora.torch import elastic
 
     hvd.init()

@@ -50,7 +50,6 @@ from hora.launch.controller.policy import (
     silent_at_the_end,
 )
 from hora.launch.job import (
-    REPORTING,
     STOPPED,
     Job,
     JobResult,
@@ -263,7 +262,6 @@ class _Controller(Observation):
             port=self.rendezvous.port,
             job=self._id,
             leaderless_s=0.0 if leadership is None else leadership.leaderless_s,
-            term=term,
         )
         self._argv = self._lay_out()
 
@@ -300,12 +298,22 @@ class _Controller(Observation):
     def observed(self) -> Iterator[None]:
         """Report the job's end to its observer, whatever the outcome."""
         job = self._job
-        self.observe(job.watching, self, self._id, title=job.title, command=job.command, elastic=self._policy.elastic)
+        about: dict[str, Any] = {
+            "title": job.title,
+            "command": job.command,
+            "platform": job.platform,
+            "num_ranks": job.num_proc,
+        }
+        self.observe(job.watching, self, self._id, elastic=self._policy.elastic, **about)
+        if self.observer is not None and self.observer.progress is not None:
+            self._out.aside = self.observer.progress.aside
         try:
             yield
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._stop_reason = "interrupted"
+                line = f"KeyboardInterrupt: the job was stopped, and its {job.num_proc} ranks have ended"
+                error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]  # a notebook shows this alone
             elif isinstance(error, LeadershipLostError):
                 self._stop_reason = "another process leads the job now"
             self.tell("ended", "stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
@@ -573,7 +581,6 @@ class _Controller(Observation):
     def _start(self, numbers: Sequence[int]) -> None:
         """Start these workers. Newcomers, which the generation does not include, get a provisional place."""
         job = self._job
-        reporting = REPORTING if job.watching is not None else {}
         self._choose_master()
         specs = []
         for number in numbers:
@@ -587,7 +594,7 @@ class _Controller(Observation):
                 **self._master,
                 **job.env,
                 "PYTHONUNBUFFERED": "1",
-                **reporting,
+                **self.reporting,
                 **job.host_env.get(slot.hostname, {}),
                 **variables_of(self._world(number, slot, generation)),
             }

@@ -19,7 +19,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,7 @@ class OutputWriter:
 
     def __init__(self, options: OutputOptions, ranks: Mapping[int, int | str]) -> None:
         self._options = options
+        self.aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each write
         self._ranks = dict(ranks)
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _WorkerStream] = {}
@@ -89,7 +91,7 @@ class OutputWriter:
 
     def say(self, text: str, *, stream: str = "stdout") -> None:
         """Write a line of the launcher, or a worker's line without a prefix."""
-        with self._lock:
+        with self._lock, self.aside():
             self._consoles[stream].write(text.encode(errors="replace") + b"\n")
 
     def tail(self, worker: int) -> str:
@@ -116,7 +118,8 @@ class OutputWriter:
         if console.is_file:
             shown = kept
         if self._options.console and shown:
-            console.write(shown, key, prefix)
+            with self.aside():
+                console.write(shown, key, prefix)
         if kept and (rank, stream) in self._files:
             self._files[rank, stream].write(kept)
 

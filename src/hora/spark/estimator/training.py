@@ -26,6 +26,7 @@ from hora.data.shard import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.objective import LabelColumns, Minibatch
 from hora.spark.estimator.packing import RankSpec, TrainingResult, as_list, pack_model, to_list
+from hora.telemetry.report import outbox
 from hora.torch.elastic.loop import is_elastic
 from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
@@ -330,6 +331,7 @@ def _run_files(spec: RankSpec, stepper: Stepper) -> Iterator[Callable[[Sequence[
 
         def keep(history: Sequence[Mapping[str, Any]]) -> None:
             last = history[-1]
+            outbox.add(_figures(last), last["epoch"] + 1)
             if spec.values["verbose"]:
                 parts = [f"{part} loss {last[part]['loss']:.4f}" for part in ("train", "validation") if part in last]
                 print(f"epoch {last['epoch'] + 1}/{spec.values['epochs']}: {', '.join(parts)}", flush=True)
@@ -347,6 +349,16 @@ def _run_files(spec: RankSpec, stepper: Stepper) -> Iterator[Callable[[Sequence[
             spec.remote.sync(folder)
 
         yield keep
+
+
+def _figures(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return an entry of the history as figures of a report."""
+    found: dict[str, float] = {}
+    for part, prefix in (("train", "train"), ("validation", "valid")):
+        if part in entry:
+            for group in [{"loss": entry[part]["loss"]}, *entry[part]["all_metrics"]]:
+                found |= {f"{prefix}_{name}": value for name, value in group.items()}
+    return found
 
 
 def _unscaled(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from hora.spark.estimator.training import join, rank_device, rank_seed, reader_a
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.strategy import horovod_strategy
+from hora.telemetry.report import outbox
 
 # Arguments of `Trainer` before Lightning 2: their successors, each with its value; and those without one.
 _RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -204,6 +205,7 @@ class _RunKeeper:
         del self.history[trainer.current_epoch :]  # of an epoch's end that has failed
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history.append({"epoch": trainer.current_epoch, **metrics})
+        outbox.add(metrics, trainer.current_epoch + 1)
         if self._spec.values["verbose"] and hvd.rank() == 0:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             print(f"epoch {trainer.current_epoch + 1}/{self._spec.values['epochs']}: {shown}", flush=True)

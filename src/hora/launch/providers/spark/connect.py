@@ -207,8 +207,11 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
 
 
 def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
-    if wanted.watching is not None:
+    watching, env = wanted.watching, wanted.env
+    if watching is not None and (watching.page or watching.record or watching.verdict):
         _log.warning("there is no live page through Spark Connect")
+    if watching is not None and watching.tracking is not None and watching.tracking.run_id:
+        env = {**env, **watching.tracking.variables()}  # the ranks' numbers arrive, a verdict does not
     function, artifact = _call(session, wanted.function)
     # Executors have already prefixed the lines. Lines that are always shown arrive even if the job's console is off.
     writer = OutputWriter(replace(wanted.output, prefix=False, console=True), {})
@@ -216,7 +219,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
         # A plan takes the description of the job, but no streams.
         output = replace(wanted.output, stdout=None, stderr=None)
         tasks = ConnectTasks(
-            wanted=replace(wanted, function=function, output=output, watching=None),
+            wanted=replace(wanted, function=function, output=output, env=env, watching=None),
             artifact=artifact,
             # A local server's executors write to this terminal directly, so their output needs no forwarding.
             keep_output=not is_local(session),

@@ -27,6 +27,7 @@ class SparkJob(Job):
 
     function: bytes = field(repr=False)
     start_timeout_s: float = field(default_factory=lambda: seconds_of(START_TIMEOUT))
+    platform: str = "Spark"
     wait_for_slots: bool = False  # wait for other Spark jobs without a limit; the start timeout begins with the stage
     bind_gpus: bool = True  # make Spark's GPUs the visible ones, indexed by local rank
     python: str | None = None  # of the processes; None: the one of Spark's Python workers
