@@ -34,6 +34,7 @@ help:
 	@echo "make lint     ruff (lint, format), the wording of the pages, and mypy"
 	@echo "make docs     build the documentation in out/site: guides, API reference, options of the commands"
 	@echo "make coverage measure the lines that unit and multi-process tests reach, ranks included, against a floor"
+	@echo "make site     put this version's site on the branch gh-pages, beside those of other versions; PUSH=--push publishes it"
 	@echo "make bench    compare with gloo, DDP and torchrun, side by side"
 	@echo "make scale    simulate up to 4,000 workers of 500 hosts that meet and negotiate"
 	@echo "make chaos    a hundred random faults in one elastic training, then a check for leftovers; per step, to the last bit:"
@@ -106,6 +107,11 @@ style: $(STAMP)
 PAGES = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 docs: $(STAMP)
 	$(PAGES)
+
+# The site of this version on the branch gh-pages, beside those of other versions, as the latest one. PUSH=--push publishes it.
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases "$$($(BIN)/python hatch_version.py)" latest
+	$(BIN)/mike set-default $(PUSH) latest
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

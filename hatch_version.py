@@ -44,3 +44,7 @@ def _released(tag: str) -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+if __name__ == "__main__":
+    print(version())

@@ -15,6 +15,18 @@ def version() -> str:
         return "0+unknown"
 
 
+def page(name: str) -> str:
+    """Return where a page of the documentation is: its address in a release, its file in a checkout."""
+    import importlib.metadata
+
+    try:
+        urls = importlib.metadata.metadata(DISTRIBUTION).get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        urls = []
+    site = dict(url.split(", ", 1) for url in urls).get("Documentation")
+    return f"{site}{name.replace('.md', '.html')}" if site else f"docs/{name}"
+
+
 def horovod_version() -> str:
     """Return the text of `horovodrun --version`: Horovod's version first, as scripts read it, then Hora's."""
     return f"{HOROVOD_BASELINE} (Hora {version()})"

@@ -10,6 +10,8 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
+from hora.version import page
+
 _WRITERS = (
     "SummaryWriter",
     "TensorBoardLogger",
@@ -52,7 +54,7 @@ class Converted:
         if not any(self._wrapper in edit[-1] for edit in self._edits):
             raise ValueError(
                 "no line such as `optimizer = torch.optim.SGD(model.parameters(), lr=0.1)` was found; "
-                "docs/migration.md has the steps to take by hand"
+                f"{page('migration.md')} has the steps to take by hand"
             )
         if not any("manual_seed" in line for line in self._lines):
             self.notes.append(

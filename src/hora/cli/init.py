@@ -9,12 +9,13 @@ from pathlib import Path
 from hora.cli.convert import Converted
 from hora.cli.convert_elastic import ElasticConverted
 from hora.spelling import Parser
+from hora.version import page
 
 _START = '''"""A distributed training. Run it:
 
     {command}
 
-Replace the data and the model; the comments say what the other lines are for. Guides: `make docs`, or docs/ of Hora.
+Replace the data and the model; the comments say what the other lines are for. Guide: {guide}
 """
 
 import torch
@@ -139,6 +140,7 @@ def training_script(name: str, *, elastic: bool = False, sharded: bool = False) 
     command = f"hora run -np 2 {'--min-np 1 ' if elastic else ''}python {name}"
     start = _START.format(
         command=command,
+        guide=page("elastic.md" if elastic else "first_script.md"),
         sampler_import="" if elastic else "from torch.utils.data.distributed import DistributedSampler\n",
         sampler=_ELASTIC_SAMPLER if elastic else _SAMPLER,
         optimizer=_SHARDED_OPTIMIZER if sharded else _OPTIMIZER,

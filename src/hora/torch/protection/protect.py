@@ -22,8 +22,8 @@ from hora.torch.protection.models import ProtectedModel, digest_of
 from hora.torch.protection.newcomers import Belongings
 from hora.torch.protection.protection import Protection
 from hora.torch.untraced import leave_untraced
+from hora.version import page
 
-_ADVICE = "see docs/elastic.md"
 _active: list[_ProtectedLoop] = []
 
 
@@ -207,7 +207,7 @@ def _checked_models(models: Sequence[Any]) -> list[DistributedDataParallel]:
             raise ValueError(
                 f"hora.elastic.protect takes models in torch.nn.parallel.DistributedDataParallel, but this one is a "
                 f"{type(model).__name__}: wrap it before the call; for fully_shard and others use @hora.elastic.run "
-                f"({_ADVICE})"
+                f"(see {page('elastic.md')})"
             )
     if not found:
         raise ValueError("hora.elastic.protect needs a model: protect(model, optimizer)")
@@ -242,7 +242,7 @@ def _check_model(model: DistributedDataParallel, first: DistributedDataParallel)
     }
     for what, applies in refused.items():
         if applies:
-            raise ValueError(f"hora.elastic.protect: a model {what} ({_ADVICE})")
+            raise ValueError(f"hora.elastic.protect: a model {what} (see {page('elastic.md')})")
 
 
 def _checked_optimizers(optimizers: Sequence[Any]) -> list[torch.optim.Optimizer]:
@@ -255,7 +255,7 @@ def _checked_optimizers(optimizers: Sequence[Any]) -> list[torch.optim.Optimizer
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ValueError(
                 "hora.elastic.protect: the shards of a ZeroRedundancyOptimizer die with their ranks; use a plain "
-                f"optimizer, or @hora.elastic.run ({_ADVICE})"
+                f"optimizer, or @hora.elastic.run (see {page('elastic.md')})"
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
