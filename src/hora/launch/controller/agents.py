@@ -238,11 +238,11 @@ class Agents:
         node.kill()
 
     def rename_newcomers(self, taken: Collection[str]) -> None:
-        """Give nodes that have joined without workers names that no other node of the run has had."""
+        """Give nodes that remember no leader of the run names that no other node of it has had."""
         with self._changed:
             self._names |= dict.fromkeys(taken, -1)
             for index, node in self._nodes.items():
-                if node.name in taken and not (node.joining and node.joining.run):
+                if node.name in taken and not (node.joining and node.joining.term):
                     node.name = self._new_name(node.name, index)
                     self._names[node.name] = node.number
                     node.send(self._welcome._replace(name=node.name))
@@ -478,7 +478,9 @@ class Agents:
         if index in self._expected:
             return self._expected.pop(index)
         known = joining.run == self.nonce
-        name = name if known else self._new_name(name, index)
+        # An agent that a leader of the run has admitted, and told nothing, may have another one's place.
+        keeps_name = known and (self._succession is None or joining.term)
+        name = name if keeps_name else self._new_name(name, index)
         self._names[name] = index
         workers, host = joining.workers if known else (), joining.name[:_MAX_NAME_CHARS]
         node = self._handle(name, joining.slots, workers, number=index, host=host, gpus=joining.gpus)
