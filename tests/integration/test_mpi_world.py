@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_process import HOROVODRUN, JobProcess, run_command
+from job_process import HOROVODRUN, CommandProcess, JobProcess, run_command
 
 import other_user
 from waiting import wait_until
@@ -197,3 +197,26 @@ def test_silent_connections_of_another_user_do_not_keep_ranks_from_their_mpi_wor
             stranger.communicate()
     assert all(f"joined as {rank}" in job.text() for rank in (0, 1))
     job.assert_nothing_left()
+
+
+MEET = """
+import sys
+import torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.tensor([float(sys.argv[1])]), op=hvd.Sum).item()
+print(f"rank {hvd.rank()} of {hvd.size()} sum {total}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("package", ["mpich", pytest.param("impi-rt", marks=pytest.mark.slow)])
+def test_ranks_of_two_mpiruns_on_one_host_meet_their_own_without_an_address(package, tmp_path):
+    """Their own `mpirun`, under a shell in which ranks are not its children, of a user who runs it twice at once."""
+    mpi, program = installed(tmp_path / "mpi", package), tmp_path / "meet.py"
+    program.write_text(MEET)
+    mpirun = [str(mpi / "bin" / "mpirun"), "-n", "2", "sh", "-c", f"{sys.executable} {program} $0; true"]
+    env = {"PATH": f"{mpi / 'bin'}:/usr/bin:/bin", "LD_LIBRARY_PATH": str(mpi / "lib"), "OMP_NUM_THREADS": "1"}
+    with CommandProcess(*mpirun, "1", env=env) as first, CommandProcess(*mpirun, "10", env=env) as second:
+        for job, total in ((first, 2.0), (second, 20.0)):
+            code, out, err = job.finish()
+            assert code == 0, err
+            assert sorted(filter(None, out.splitlines())) == [f"rank {rank} of 2 sum {total}" for rank in (0, 1)], err

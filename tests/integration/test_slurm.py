@@ -146,6 +146,68 @@ def test_two_steps_of_an_allocation_meet_themselves(slurm, tmp_path, also):
     slurm.wait_until_free()
 
 
+WORLD = """
+import os, sys, time
+from pathlib import Path
+import torch, horovod.torch as hvd
+number, rank = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ["SLURM_STEP_ID"]), os.environ["SLURM_PROCID"]
+Path(f"begun.{number}.{rank}").touch()
+while len(list(Path().glob("begun.*"))) < int(sys.argv[1]):  # all worlds exist at the same time
+    time.sleep(0.05)
+hvd.init()
+print(f"world {number} rank {rank} sum {hvd.allreduce(torch.tensor([10.0 ** number]), op=hvd.Sum).item()}", flush=True)
+Path(f"ended.{number}.{rank}").touch()
+while len(list(Path().glob("ended.*"))) < int(sys.argv[1]):
+    time.sleep(0.05)
+"""
+TWO_WORLDS = {f"world {number} rank {rank} sum {2 * 10.0**number}" for number in (0, 1) for rank in (0, 1)}
+
+
+def worlds_in(*texts: str) -> set[str]:
+    return {line for text in texts for line in text.splitlines() if line.startswith("world ")}
+
+
+def test_two_jobs_of_a_user_on_one_node_meet_themselves(slurm, tmp_path):
+    """They are the elements of an array, and share a node: each is one `srun python` that is told no address."""
+    (tmp_path / "world.py").write_text(WORLD)
+    (tmp_path / "batch.sh").write_text(f"#!/bin/sh\nexec srun -O -n2 {sys.executable} world.py 4\n")
+    options = ["--array=0-1", "-N1", "-w", "n1", "-n2", "-O", "-o", str(tmp_path / "out.%a")]
+    job = JobProcess(["sbatch", "--wait", *options, "batch.sh"], tmp_path, **slurm.environment, OMP_NUM_THREADS="1")
+    job.wait(240)
+    assert worlds_in(*((tmp_path / f"out.{number}").read_text() for number in (0, 1))) == TWO_WORLDS
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+@pytest.mark.slow
+def test_exclusive_steps_side_by_side_meet_themselves(slurm, tmp_path):
+    (tmp_path / "world.py").write_text(WORLD)
+    step = f"srun --exclusive -N1 -n2 {sys.executable} world.py 4"
+    line = ["salloc", "-Q", "-N2", "-n4", "sh", "-c", f"{step} & {step} & wait"]
+    job = JobProcess(line, tmp_path, **slurm.environment, OMP_NUM_THREADS="1")
+    job.wait(240)
+    assert worlds_in(job.text()) == TWO_WORLDS, job.text()
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+@pytest.mark.slow
+def test_a_requeued_job_meets_as_a_new_world(slurm, tmp_path):
+    """Its ranks have the number of the job that was interrupted in the middle of their `hvd.init()`."""
+    (tmp_path / "world.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        "first, rank = 'SLURM_RESTART_COUNT' not in os.environ, os.environ['SLURM_PROCID']\n"
+        "if first and rank == '1':\n    Path('half').touch()\n    time.sleep(600)  # rank 0 waits for it\n" + WORLD
+    )
+    (tmp_path / "batch.sh").write_text(f"#!/bin/sh\nexec srun -n2 {sys.executable} world.py 1\n")
+    options = ["--requeue", "--open-mode=append", "-N1", "-n2", "-D", str(tmp_path), "-o", str(tmp_path / "out")]
+    number = slurm.command("sbatch", "--parsable", *options, str(tmp_path / "batch.sh")).strip()
+    wait_until("one rank has begun", (tmp_path / "half").exists, 120)
+    slurm.command("scontrol", "requeue", number)
+    wait_until("both ranks have met", lambda: len(worlds_in((tmp_path / "out").read_text())) == 2, 240)
+    slurm.wait_until_free()
+
+
 @pytest.mark.slow
 def test_a_batch_script_with_mpirun_reports_the_first_failure(slurm, tmp_path):
     script = tmp_path / "batch.sh"

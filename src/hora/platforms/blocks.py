@@ -10,7 +10,7 @@ from hora.platforms.reading import integer
 from hora.platforms.slurm import run_name
 from hora.world import RendezvousEndpoint, World
 
-_OWN_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")  # of a run of mpirun
+_OWN_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "I_MPI_HYDRA_UUID")  # of a run of mpirun
 
 
 def job_name(env: Mapping[str, str], *, one_host: bool) -> str:
@@ -24,7 +24,12 @@ def job_name(env: Mapping[str, str], *, one_host: bool) -> str:
 
 
 def world_of_blocks(
-    env: Mapping[str, str], platform: str, names: tuple[str, ...], *, address: Callable[[], str] = str
+    env: Mapping[str, str],
+    platform: str,
+    names: tuple[str, ...],
+    *,
+    address: Callable[[], str] = str,
+    run: Callable[[], str] = str,
 ) -> World:
     """Return the world of a rank.
 
@@ -33,6 +38,7 @@ def world_of_blocks(
         platform: The launcher's name.
         names: The variables of rank, size, local rank and local size.
         address: Returns the host of rank 0, or an empty text if it is not known.
+        run: Returns a name that the ranks of this run share on one host; an empty text if there is none.
     """
     rank_name, size_name, local_rank_name, local_size_name = names
     rank, size = integer(env, rank_name), integer(env, size_name)
@@ -43,7 +49,7 @@ def world_of_blocks(
     rendezvous = RendezvousEndpoint()
     if size > 1:
         one_host = local_size >= size
-        job = job_name(env, one_host=one_host)
+        job = (run() if one_host else "") or job_name(env, one_host=one_host)
         rendezvous = tcp_endpoint(env, platform, job=job, one_host=one_host, address=address)
     return World(
         rank=rank,
