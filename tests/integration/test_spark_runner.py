@@ -52,6 +52,32 @@ def test_the_runner_returns_rank_0s_value_and_ranks_know_their_place():
     assert places == [(0, 2, 0, 2, "0"), (1, 2, 1, 2, "1")]
 
 
+def test_driver_and_ranks_listen_at_the_ports_that_the_user_allows(monkeypatch):
+    def main():
+        import psutil
+
+        import horovod.torch as hvd
+
+        def listening():
+            return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"}
+
+        before = listening()
+        hvd.init()
+        ranks = hvd.allgather_object(sorted(listening() - before))
+        others = {one.raddr.port for one in psutil.Process().net_connections("tcp") if one.raddr}
+        return ranks, others & set(range(20760, 20770))
+
+    monkeypatch.setenv("HORA_PORTS", "20760-20769")
+    monkeypatch.setenv("HORA_TRANSPORT", "tcp")
+    ranks, of_driver = HorovodRunner(np=2).run(main)
+    assert [len(ports) for ports in ranks] == [1, 1]
+    assert {port for ports in ranks for port in ports} <= set(range(20760, 20770))
+    assert of_driver, "the rendezvous is at no allowed port"
+    monkeypatch.setenv("HORA_PORTS", "20760-20763")
+    with pytest.raises(ValueError, match=r"this job needs 5 ports on a host \(.*2 for the ranks on"):
+        HorovodRunner(np=2).run(main)
+
+
 def test_all_slots_with_np_0():
     def main():
         import os

@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from hora.cli.dispatch import main
+from hora.config import allowed_ports
 from hora.launch.options import Options, build_parser
 from hora.launch.providers.join import find_place
 from hora.launch.providers.kubernetes import KINDS, ManifestRequest, manifests, needs, secret_command
 from hora.launch.providers.strategic_merge import merge
+from hora.platforms.node import DEFAULT_PORT
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
 
@@ -533,3 +535,18 @@ def test_invalid_requests_are_explained(changes, words, capsys):
     assert "small letters" in capsys.readouterr().err
     with pytest.raises(ValueError, match="an MPIJob has a launcher"):
         manifests("mpijob", ManifestRequest(**{**REQUEST.__dict__, "any_leader": True}))
+
+
+def test_the_policy_of_the_page_about_ports_replaces_that_of_the_manifest():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    [policy] = [
+        block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "endPort" in block
+    ]
+    made = made_with(policy, "job")["NetworkPolicy"]["spec"]
+    pods = {"matchLabels": made_with("", "job")["Job"]["spec"]["template"]["metadata"]["labels"]}
+    assert made["podSelector"] == pods
+    [rule] = made["ingress"]
+    assert rule["from"] == [{"podSelector": pods}]
+    meeting, ours = rule["ports"]
+    assert meeting["port"] == DEFAULT_PORT
+    assert allowed_ports({"HORA_PORTS": f"{ours['port']}-{ours['endPort']}"}) == range(20000, 20101)
