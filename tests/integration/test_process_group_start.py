@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -81,6 +82,89 @@ def test_under_our_launcher_torchs_store_is_at_the_authenticated_rendezvous(tmp_
     assert status == 0, err
     for rank in range(2):
         assert lines_of(out, rank) == ["[4.0, 4.0, 4.0] [0, 1] no store []"]
+
+
+STORES = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT = timedelta(seconds=60)
+
+
+def check(rank, size, **where):
+    dist.init_process_group("hora", rank=rank, world_size=size, timeout=LIMIT, **where)
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size * (size + 1) / 2] * 3, tensor
+    dist.destroy_process_group()
+
+
+def work(rank, folder, ports):
+    check(rank, 2, init_method=f"file://{folder}/url")
+    check(rank, 2, init_method=f"tcp://127.0.0.1:{ports[0]}")
+    check(rank, 2, store=dist.FileStore(f"{folder}/store", 2))
+    store = dist.TCPStore("127.0.0.1", ports[1], 2, is_master=rank == 0, timeout=LIMIT)
+    check(rank, 2, store=store)
+    check(rank, 2, store=dist.PrefixStore("again", store))  # the same store, another group
+
+
+if __name__ == "__main__":
+    check(0, 1, store=dist.HashStore())  # it is memory of one process
+    mp.spawn(work, (sys.argv[1], [int(port) for port in sys.argv[2:]]), nprocs=2)
+    print("all stores")
+"""
+
+
+def test_ranks_that_torch_multiprocessing_spawns_meet_at_every_store(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STORES)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(each.getsockname()[1]) for each in (one, other)]
+    command = [sys.executable, str(script), str(tmp_path), *ports]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "all stores\n"), done.stderr
+
+
+RESTARTED = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+
+attempt, path = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+dist.init_process_group("hora")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+state = torch.load(path) if os.path.exists(path) else {"steps": 0, "sum": torch.zeros(1)}
+while state["steps"] < 6:
+    model(torch.ones(3, 4)).sum().backward()
+    if (attempt, rank, state["steps"]) == (0, 1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (attempt, rank, state["steps"]) == (1, 0, 4):
+        raise ValueError("the second attempt fails, too")
+    part = torch.full((1,), rank + 1.0)
+    dist.all_reduce(part)
+    state = {"steps": state["steps"] + 1, "sum": state["sum"] + part}
+    if rank == 0:
+        torch.save(state, path + ".new")
+        os.replace(path + ".new", path)
+    dist.barrier()
+print(f"attempt {attempt}: {state['steps']} steps, sum {state['sum'].item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_a_job_whose_ranks_die(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    command = [*torchrun, str(script), str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["attempt 2: 6 steps, sum 18"] * 2
 
 
 SPAWNS = r"""

@@ -1,7 +1,8 @@
-"""Accelerate, the Hugging Face Trainer and Lightning on two ranks match gloo, also after a resume, and survive a death.
+"""Packages that are written for torch.distributed give the same results on two ranks as on gloo, and survive a death.
 
-Each program trains four steps, then loads the checkpoint of step two into new objects and repeats steps three and four.
-It prints the group's class and the weights of both runs. `make test-torch-distributed` installs the packages.
+Those that train do four steps, then load the checkpoint of step two into new objects and repeat steps three and four.
+Each program prints the group's class and two lists of tensors, of both runs if it trains. `make test-torch-distributed`
+installs the packages.
 """
 
 from __future__ import annotations
@@ -158,6 +159,86 @@ def train(checkpoint=None):
 tell(train(), train(f"{folder}/step=2.ckpt"))
 """
 
+FABRIC = """
+import lightning
+from lightning.fabric.strategies import DDPStrategy
+
+fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend=backend))
+fabric.launch()
+
+
+def train(first, last, resumed):
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(samples(), batch_size=8))
+    state = {"model": model, "optimizer": optimizer}
+    if resumed:
+        fabric.load(f"{folder}/state.ckpt", state)
+    for step in range(first, last):
+        for batch in loader:
+            optimizer.zero_grad()
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+        if step == 1:
+            fabric.save(f"{folder}/state.ckpt", state)
+    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
+    return list(model.parameters())
+
+
+tell(train(0, 4, False), train(2, 4, True))
+"""
+
+TORCHMETRICS = """
+from torchmetrics import CatMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+dist.init_process_group(backend)
+rank = dist.get_rank()
+
+
+def measured():
+    accuracy, mean, values = MulticlassAccuracy(3), MeanMetric(), CatMetric()
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        accuracy.update(torch.randn(4, 3, generator=generator), torch.randint(3, (4,), generator=generator))
+        mean.update(torch.tensor(float(rank + step)))
+        values.update(torch.arange(1.0 + rank + step))  # each rank has another number of them
+    return [accuracy.compute(), mean.compute(), values.compute()]
+
+
+tell(measured(), measured())
+dist.destroy_process_group()
+"""
+
+IGNITE = """
+import ignite.distributed as idist
+
+
+def work(local_rank):
+    rank = idist.get_rank()
+    exchanged = [
+        idist.all_reduce(torch.tensor(rank + 1.0)),
+        idist.all_gather(torch.tensor([float(rank)])),
+        idist.broadcast(torch.tensor([rank + 5.0]), src=1),
+        torch.tensor([float(len(text)) for text in idist.all_gather("x" * (rank + 1))]),
+    ]
+    model = idist.auto_model(network())
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.05))
+    for batch in idist.auto_dataloader(samples(), batch_size=4, shuffle=False):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    idist.barrier()
+    tell(exchanged, model.parameters())
+
+
+with idist.Parallel(backend="gloo") as parallel:
+    parallel.run(work)
+"""
+
+TRAINING = (ACCELERATE, TRAINER, LIGHTNING, FABRIC)
+
 
 def _result(folder, program: str, *arguments: str, replaced: bool) -> tuple[str, list, list]:
     folder.mkdir()
@@ -184,19 +265,28 @@ def _result(folder, program: str, *arguments: str, replaced: bool) -> tuple[str,
         pytest.param("transformers", TRAINER, (), id="trainer"),
         pytest.param("lightning", LIGHTNING, ("ddp",), id="lightning-ddp"),
         pytest.param("lightning", LIGHTNING, ("fsdp",), id="lightning-fsdp"),
+        pytest.param("lightning", FABRIC, (), id="fabric"),
+        pytest.param("torchmetrics", TORCHMETRICS, (), id="torchmetrics"),
+        pytest.param("ignite", IGNITE, (), id="ignite"),
     ],
 )
-def test_the_package_trains_and_resumes_as_on_gloo(package, program, arguments, tmp_path):
+def test_the_package_gives_the_results_of_gloo(package, program, arguments, tmp_path):
     if importlib.util.find_spec(package) is None or (package == "transformers" and not _has("accelerate")):
         pytest.skip(f"needs {package}: make test-torch-distributed")
-    by_name = package == "lightning"  # the other packages hard-code their backend for CPUs
-    kind, trained, resumed = _result(tmp_path / "hora", program, "hora", *arguments, replaced=not by_name)
+    by_name = package in ("lightning", "torchmetrics")  # the other packages hard-code their backend for CPUs
+    kind, first, second = _result(tmp_path / "hora", program, "hora", *arguments, replaced=not by_name)
     assert kind == "HoraProcessGroup"
-    of_gloo, expected, _ = _result(tmp_path / "gloo", program, "gloo", *arguments, replaced=False)
+    of_gloo, *expected = _result(tmp_path / "gloo", program, "gloo", *arguments, replaced=False)
     assert of_gloo == "ProcessGroup"
-    for what, found in (("trained", trained), ("resumed", resumed)):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), what
+    for found, wanted in zip((first, second), expected, strict=True):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    if program in TRAINING:
+        assert _flat(second) == pytest.approx(_flat(first), rel=1e-4, abs=1e-5), "resumed"
+
+
+def _flat(tensors: list[list[float]]) -> list[float]:
+    return [value for one in tensors for value in one]
 
 
 @pytest.mark.parametrize(
