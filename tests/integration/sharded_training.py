@@ -5,15 +5,20 @@
 A plan has a kind (`fsdp`, `hsdp` or `zero`), a number of steps, how many of them there are between two commits, and
 deaths: worker, step, and phase: in `forward`, in `backward`, between backward and step (`reduced`), after the step
 (`stepped`), in the middle of its part of the commit (`commit`), when it has written its part (`written`), or while the
-shards are loaded in the n-th world of the process (`resharding n`).
+shards are loaded in the n-th world of the process (`resharding n`). With `grows` it goes on until a newcomer has
+trained, too; with `reports` it prints its commits. With `kills` each world of the full size loses a rank, always
+another way, until so many have died and newcomers have taken their places.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from torch import nn
 
 NUM_INPUTS = 12
 RATE = 1e-2
+PHASES = ("forward", "backward", "reduced", "stepped", "commit", "written")
 
 
 def die(*_: object) -> None:
@@ -80,6 +86,15 @@ class Deaths:
         self._num_loads = 0
         self.position = Position()
 
+    def choose(self, worker: int, workers: list[int], begin: int, num_kills: int) -> None:
+        """Plan the death of a rank of this world, if so many have not died yet. A commit is made every other step."""
+        newest = max(workers)
+        chosen = random.Random(newest)
+        phase, victim = chosen.choice(PHASES), chosen.choice(workers)
+        step = begin + chosen.choice((2, 4) if phase in ("commit", "written") else (1, 2, 3, 4))
+        is_last = newest >= len(workers) - 1 + num_kills
+        self._planned = set() if is_last or victim != worker else {(phase, step)}
+
     def at(self, phase: str, step: int) -> bool:
         return (phase, step) in self._planned
 
@@ -112,11 +127,13 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
 
     import hora.elastic
+    from hora import engine
+    from hora.torch.distributed import live
 
     torch.set_num_threads(1)
     worker = int(os.environ["HORA_WORKER"])
     dist.init_process_group("hora")
-    state = hora.elastic.ShardedState(members={}, committed=0)
+    state = hora.elastic.ShardedState(members={})
 
     @hora.elastic.run
     def steps(state: Any) -> dict[str, Any]:
@@ -124,9 +141,15 @@ def train(plan: dict[str, Any], folder: Path) -> None:
         model, optimizer = build(plan["kind"])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         state.attach(model=model, optimizer=optimizer, scheduler=scheduler, position=position)
+        watch(model)
         workers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(workers, worker)
-        while position.step < plan["steps"]:
+        begin, is_complete = position.step, not plan.get("grows") or max(workers) >= plan["grows"]
+        if plan.get("kills") and len(workers) == plan["size"]:
+            deaths.choose(worker, workers, begin, plan["kills"])
+        while position.step < plan["steps"] or not is_complete or position.step < begin + 4:
+            if position.step >= plan["steps"]:
+                time.sleep(0.05)  # a newcomer is on its way
             step = position.step
             optimizer.zero_grad()
             if deaths.at("forward", step):
@@ -144,15 +167,26 @@ def train(plan: dict[str, Any], folder: Path) -> None:
             if deaths.at("stepped", step):
                 die()
             if position.step % plan["every"] == 0:
-                state.committed = position.step
                 state.commit()
+                if plan.get("reports"):
+                    print(f"committed {position.step} of {len(workers)}", flush=True)
+                    time.sleep(0.2)
         return result_of(model, optimizer) | {"members": dict(state.members), "rate": scheduler.get_last_lr()}
 
     deaths = Deaths(plan, worker)
     deaths.set_up()
+    first_hosts = engine.current_runtime().hosts
+    alive: list[weakref.ref[nn.Module]] = []
+
+    def watch(model: nn.Module) -> None:
+        """Look whether the models of earlier worlds and their groups are gone."""
+        assert not [one for one in alive if one() is not None], "the last world's model is still in memory"
+        alive[:] = [weakref.ref(model)]
+        assert len(live.live_groups()) <= 1 + 2 + 1, live.live_groups()  # the default group, a mesh's, and for copies
+
     found = steps(state)
     if dist.get_rank() == 0:
-        torch.save(found | {"size": dist.get_world_size()}, folder / "result.pt")
+        torch.save(found | {"first_hosts": first_hosts}, folder / "result.pt")
     dist.destroy_process_group()
 
 
@@ -163,31 +197,48 @@ def result_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
         tensor = tensor.detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
+    moments: list[Any] = []
     if hasattr(optimizer, "consolidate_state_dict"):
-        for rank in range(torch.distributed.get_world_size()):
-            optimizer.consolidate_state_dict(to=rank)
-        states = optimizer.state_dict()["state"]
-        moments = [states[index][key] for index in sorted(states) for key in ("exp_avg", "exp_avg_sq", "step")]
+        optimizer.consolidate_state_dict(to=0)
+        if torch.distributed.get_rank() == 0:
+            states = optimizer.state_dict()["state"]
+            moments = [states[index][key] for index in sorted(states) for key in ("exp_avg", "exp_avg_sq", "step")]
     else:
         moments = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq", "step")]
     return {"parameters": [whole(p) for p in model.parameters()], "moments": [whole(moment) for moment in moments]}
 
 
-def replay(steps: int, members: dict[int, list[int]]) -> dict[str, Any]:
+def mean(kind: str, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean, added up as the ranks of this kind do: rounding depends on the order."""
+    if kind == "zero":  # DDP divides first
+        return sum_of([grad * (1 / len(grads)) for grad in grads])
+    if kind == "hsdp" and len(grads) % 2 == 0:
+        half = len(grads) // 2
+        return mean("fsdp", [mean("fsdp", grads[:half]), mean("fsdp", grads[half:])])
+    return sum_of(grads) / len(grads)
+
+
+def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def replay(kind: str, steps: int, members: dict[int, list[int]]) -> dict[str, Any]:
     """Return the result of one process that averages over the members of each step."""
     torch.set_num_threads(1)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for step in range(steps):
-        sums: list[torch.Tensor] = []
+        of_all = []
         for worker in members[step]:
             optimizer.zero_grad()
             model(rows(worker, step)).square().mean().backward()
-            grads = [p.grad.clone() for p in model.parameters()]
-            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
-        for parameter, total in zip(model.parameters(), sums, strict=True):
-            parameter.grad = total / len(members[step])
+            of_all.append([p.grad.clone() for p in model.parameters()])
+        for parameter, grads in zip(model.parameters(), zip(*of_all, strict=True), strict=True):
+            parameter.grad = mean(kind, [*grads])
         optimizer.step()
         scheduler.step()
     return result_of(model, optimizer) | {"rate": scheduler.get_last_lr()}

@@ -43,6 +43,7 @@ PRIVATE_NAMES = (
         "torch.distributed.distributed_c10d._world.{pg_map,pg_backend_config}", "--replace-gloo names the backend hora"
     ),
     PrivateName("torch.distributed.distributed_c10d._world.pg_group_ranks", "groups do not follow into another world"),
+    PrivateName("torch.distributed.tensor.debug._clear_sharding_prop_cache", "a ShardedState cannot be imported"),
     PrivateName("torch.distributed.distributed_c10d._world.group_count", "a ShardedState cannot enter another world"),
     PrivateName("torch.distributed.distributed_c10d._new_process_group_helper", "--replace-gloo fails"),
     PrivateName(

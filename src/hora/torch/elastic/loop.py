@@ -10,9 +10,11 @@ permanent and is raised.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hora import engine
@@ -55,6 +57,27 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
     return wrapper
 
 
+@contextlib.contextmanager
+def _errors_of_the_world() -> Iterator[None]:
+    """Raise HorovodInternalError for an error that C++ code of torch, such as DDP's, made of one in a broken world."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        if engine.is_initialized() and engine.current_runtime().status.broken:
+            raise HorovodInternalError(engine.current_runtime().status.reason) from error
+        raise
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Release what the failed call had in its local variables, such as its model: operations keep their errors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
 def _loop(
     func: Training, reset: Callable[[], None], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -72,7 +95,8 @@ def _loop(
             try:
                 if not skip_sync:
                     state.sync()
-                result = func(state, *args, **kwargs)
+                with _errors_of_the_world():
+                    result = func(state, *args, **kwargs)
                 state.end_together()
                 state.flush()
                 return result
@@ -87,6 +111,7 @@ def _loop(
                 log.warning(
                     "the world broke, going back to the last %s: %s", "step" if state.per_step else "commit", error
                 )
+                _clear_frames(error)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as update:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hora import engine
 from hora.errors import HostsUpdatedInterrupt
@@ -220,6 +221,7 @@ class ShardedState(ObjectState):
         runtime = engine.current_runtime()
         if self._moved:
             start_over(runtime, default_group())
+            _clear_sharding_prop_cache()  # of DTensors: it refers to meshes of the last world, and these to groups
             gc.collect()  # modules and their hooks refer to one another
             self._moved = False
         self._attached, self._source, self._lost = None, None, ""
