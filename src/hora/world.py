@@ -31,6 +31,7 @@ class RendezvousEndpoint:
     more_ports: tuple[int, ...] = ()  # where rank 0 tries next, if the port was not chosen by the user and is taken
     return_s: float = 10.0  # a worker may reconnect within this time
     leaderless_s: float = 0.0  # and to a launcher that is started again within this
+    term: int = 0  # of the launcher that started this worker, which obeys none of an earlier term
     relay: str = ""  # the local socket of this node's relay to it
 
     @property

@@ -62,7 +62,9 @@ class Fiber:
 
     def __init__(self, process: Process, function: Callable[[], None]) -> None:
         self.process, self._function = process, function
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn, self._back = threading.Lock(), threading.Lock()  # each is released by the other side
+        self._turn.acquire()
+        self._back.acquire()
         self._num_parked = 0
         self.over = False
         self.error: BaseException | None = None

@@ -8,15 +8,16 @@ behind a partition of the network; workers, agents and machines die meanwhile. E
 what the leader before it had done up to the state that the new one goes on from.
 
 Invariants, beside those of every job (`test_simulation`): an agent obeys one leader, and none of an earlier term; no
-worker is started twice; a worker has a place only in generations of leaders that know it; no more resets than the
-limit, and no worker on a host that is barred, across all leaders; deaths of leaders alone cost no worker; every process
-ends.
+worker is started twice; a worker has a place only in generations of leaders that know it, and its agent knows of the
+generation before it enters; a leader keeps only agents whose state led to its own; no more resets than the limit, and
+no worker on a host that is barred, across all leaders; deaths of leaders alone cost no worker; every process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,7 @@ from simulated_nodes import (
     SimulatedAgent,
 )
 from simulated_workers import Referee, Worker
-from simulator import Link, Message, Simulation, VirtualServer, played
+from simulator import Link, Message, VirtualServer, played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
@@ -55,6 +56,7 @@ from hora.launch.slots import HostInfo, get_host_assignments
 from hora.net import key_value_store, session
 from hora.net.rendezvous import Rendezvous
 from hora.net.server import Timer
+from hora.world import World
 
 SECRET = b"secret" * 6
 SILENCE_LIMIT_S = 20.0
@@ -66,9 +68,9 @@ MEET_PORT = 1
 class LeadersReferee(Referee):
     """Referee of one leader. It inherits the past of the state that its leader goes on from."""
 
-    def __init__(self, simulation: Simulation, before: LeadersReferee | None, state: dict[str, Any]) -> None:
-        super().__init__(simulation)
-        self.reset_limit: int | None = None
+    def __init__(self, leader: Leader, before: LeadersReferee | None, state: dict[str, Any]) -> None:
+        super().__init__(leader.simulation)
+        self.leader, self.reset_limit = leader, leader.run.reset_limit
         barred = state.get("hosts", {}).get("barred", ())
         self.barred = {host for host, slot, _, left_s in barred if slot is None and left_s is None}
         if before is not None:
@@ -87,6 +89,10 @@ class LeadersReferee(Referee):
             return
         assert self.reset_limit is None or generation <= self.reset_limit, "more resets than the limit"
         super().publish(generation, worlds)
+
+    def entered(self, worker: int, world: World, after: int) -> None:
+        super().entered(worker, world, after)
+        self.leader.check_memory(world)
 
 
 class LeadersServer(VirtualServer):
@@ -159,7 +165,8 @@ class KeptWorker(Worker):
 
     def __init__(self, run: Run, spec: Any, ended: Callable[[int], None]) -> None:
         super().__init__(run.simulation, run.referee, spec, ended, run.num_steps)
-        self._run, self._comes_back, self.code, self._term = run, True, 0, 0
+        self._run, self._comes_back, self.code = run, True, 0
+        self._term = self._world.rendezvous.term
         self._key = bytes.fromhex(spec.private_files["HORA_SECRET_FILE"])
 
     def _connect(self) -> None:
@@ -191,6 +198,7 @@ class KeptWorker(Worker):
                 return
         elif message is not None and not self._joined:
             self._returning_until = 0.0
+            self._joined = "re" in message[0]  # also while it is stopped: it does not ask again
         super()._heard(message)
 
     def _is_outdated(self, header: dict[str, Any]) -> bool:
@@ -220,7 +228,7 @@ class Leader(Process):
         self.run, self.outcome, self.succession = run, "", Succession("run", LEADERLESS_S)
         self.servers: list[LeadersServer] = []
         self.listening: dict[int, LeadersServer] = {}
-        self.referee = LeadersReferee(run.simulation, None, {})
+        self.referee = LeadersReferee(self, None, {})
         Fiber(self, self._live)
 
     def _live(self) -> None:
@@ -239,6 +247,7 @@ class Leader(Process):
         try:
             self.succession.gather(num_slots=run.num_proc, limit_s=START_LIMIT_S, return_s=RETURN_S)
             self._inherit()
+            self._check_agents(where)
             self._lead(where)
             self.outcome, status = "done", 0
         except LeadershipLostError:
@@ -255,12 +264,35 @@ class Leader(Process):
     def _inherit(self) -> None:
         run, state = self.run, self.succession.state
         if state is not None:
-            before = max(self.succession._lineage)
-            self.referee = LeadersReferee(self.simulation, run.referees[before], state)
-        self.referee.reset_limit = run.reset_limit
+            before, saved = max(self.succession._lineage.items())
+            self.referee = LeadersReferee(self, run.referees[before], state)
+            run.origins[self.succession.term] = before, saved
         run.referees[self.succession.term] = self.referee
         found = "nothing" if state is None else f"generation {state['generation']}"
         self.simulation.log(f"{self.name}, term {self.succession.term}, begins from {found}")
+
+    def _check_agents(self, where: Agents) -> None:
+        for node in where.joined():
+            assert node.joining is not None
+            term, saved = node.joining.term, node.joining.saved
+            led_here = not term or self.run.led_to(self.succession.term, (term, saved))
+            assert led_here, f"{node.name} may stay, although its state {saved} of term {term} did not lead to this one"
+
+    def check_memory(self, world: World) -> None:
+        """Check that the agent of a worker which enters this world, if it is ours, remembers the world."""
+        if all(node.name != world.hostname or node.ended for node in self.succession.agents.joined()):
+            return
+        for machine in self.run.machines:
+            link = machine.agents[-1].link if machine.agents and not machine.agent_dead else None
+            if link is None or link._name != world.hostname or link._session is None:
+                continue
+            if link._session.connection.link._server.owner is self:
+                term, saved, state = link._memory
+                known = json.loads(state or "{}").get("generation", -1)
+                ours = term == self.succession.term or self.run.led_to(self.succession.term, (term, saved))
+                told = f"a worker of {machine.name} enters generation {world.generation}, its agent knows {known}"
+                assert ours, told
+                assert known >= world.generation, told
 
     def _lead(self, where: Agents) -> None:
         run, hosts = self.run, where.hosts() or [HostInfo("localhost", self.run.num_proc)]
@@ -324,6 +356,8 @@ class Nodes:
 class Run(JobRun):
     """One run, its leaders one after another or beside one another, and its machines."""
 
+    feuds = 0.2  # of the runs, with two leaders that both go on for long
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         rng = self.rng
@@ -337,6 +371,7 @@ class Run(JobRun):
         self.cooldown_range = rng.choice([None, (5, 30)])
         self.leaders: list[Leader] = []
         self.referees: dict[int, LeadersReferee] = {}  # by term
+        self.origins: dict[int, tuple[int, int]] = {}  # term -> term and number of the state that it went on from
         self._sides: dict[str, Leader] = {}  # the leader that a machine reaches, while the network is split
         self._to_come = 0  # leaders that somebody will start
         self.calm = rng.random() < 0.25  # only leaders die
@@ -357,6 +392,14 @@ class Run(JobRun):
         server = None if leader is None else leader.listening.get(port)
         return None if server is None or server._closed else server
 
+    def led_to(self, term: int, state: tuple[int, int]) -> bool:
+        """Return whether the leader of this term went on from that state, given as term and number, or a later one."""
+        while term in self.origins:
+            term, saved = self.origins[term]
+            if term == state[0]:
+                return state[1] <= saved
+        return False
+
     # ---- the run --------------------------------------------------------------------------------------------
 
     def to_the_end(self) -> None:
@@ -372,6 +415,8 @@ class Run(JobRun):
             if not self.calm:
                 for _ in range(rng.choice([0, 1, 2, 4])):
                     simulation.after(rng.uniform(0.0, 60.0), self._fault)
+                if rng.random() < self.feuds:
+                    simulation.after(rng.uniform(3.0, 20.0), self._feud)
             try:
                 self._until_all_have_ended()
             finally:
@@ -438,16 +483,32 @@ class Run(JobRun):
             case "stop":
                 leader.stopped_until = self.simulation.now + rng.choice([1.0, 8.0, 60.0])
             case "split":
-                self._split(leader)
+                self._split(leader, rng.choice([5.0, 40.0, 100.0]))
 
-    def _split(self, leader: Leader) -> None:
+    def _feud(self) -> None:
+        """Let two leaders go on beside one another until both have lost nodes; then a third one finds the agents."""
+        alive = [one for one in self.leaders if not one.dead]
+        if alive:
+            self._split(alive[-1], 1000.0)
+            self._sides[self.machines[0].name] = alive[-1]
+            self._cut_others()
+            self.simulation.after(RETURN_S + self.rng.uniform(2.0, 15.0), self._end_feud)
+
+    def _end_feud(self) -> None:
+        self._sides.clear()
+        for leader in self.leaders:
+            if not leader.dead:
+                leader.kill()
+        self._start_leader_after(self.rng.uniform(0.0, 1.0))
+
+    def _split(self, leader: Leader, for_s: float) -> None:
         """Let somebody start another leader, which some machines reach instead of this one."""
         self.was_split = True
         self._start_leader()
         sides = {machine.name: self.rng.choice([leader, self.leaders[-1]]) for machine in self.machines}
         self._sides.update(sides)
         self._cut_others()
-        self.simulation.after(self.rng.choice([5.0, 40.0, 100.0]), self._heal)
+        self.simulation.after(for_s, self._heal)
 
     def _heal(self) -> None:
         """Let the name lead to one leader everywhere, mostly to the newest. Connections to others may hold."""
@@ -553,19 +614,31 @@ def test_invariants_hold_under_random_faults(request: pytest.FixtureRequest):
         assert sum(len(run.leaders) > 1 for run in runs) > 0.7 * len(runs), "leaders die"
 
 
-@pytest.mark.parametrize("rule", ["an agent forgets what it was told", "a leader begins anew"])
+_accept, _wait_until = leaders.LeaderLink._accept, Agents.wait_until
+
+
+def _forget(link: leaders.LeaderLink, session: Any, message: Any) -> None:
+    before = link._memory
+    _accept(link, session, message)
+    link._memory = before
+
+
+RULES = {
+    "an agent forgets what it was told": (leaders.LeaderLink, "_accept", _forget),
+    "a leader begins anew": (Succession, "_newest", lambda _: None),
+    "a leader acts before its agents remember": (
+        Agents,
+        "wait_until",
+        lambda agents, happened, limit_s: None if limit_s is None else _wait_until(agents, happened, limit_s),
+    ),
+    "the lineage of a state is not looked at": (Succession, "_descends", lambda *_: True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_broken_invariant_is_detected(rule: str, monkeypatch: pytest.MonkeyPatch):
-    accept = leaders.LeaderLink._accept
-
-    def forgetful(link: leaders.LeaderLink, session: Any, message: Any) -> None:
-        before = link._memory
-        accept(link, session, message)
-        link._memory = before
-
-    if rule == "a leader begins anew":
-        monkeypatch.setattr(Succession, "_newest", lambda _: None)
-    else:
-        monkeypatch.setattr(leaders.LeaderLink, "_accept", forgetful)
+    monkeypatch.setattr(*RULES[rule])
+    monkeypatch.setattr(Run, "feuds", 1.0)
     with pytest.raises(AssertionError, match=r"seed \d+: "):
         played_all(range(100))
 

@@ -101,7 +101,7 @@ class ControlClient:
         self._why_closed: str | None = None
         self._reopen: Callable[[float], Connection] | None = None  # set once the connection is a worker's
         self._hello = requests.Hello(name)
-        self._term = 0  # of the latest leader, in a job whose leaders change
+        self._term = endpoint.term  # of the latest leader, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
 
@@ -133,13 +133,16 @@ class ControlClient:
                 client._hello = requests.Hello(name, worker)
                 client._request(client._hello, limit_s=left_s)
                 if worker >= 0:
-                    client._reopen = functools.partial(cls._open, endpoint, proof)
+                    client._reopen_with(functools.partial(cls._open, endpoint, proof))
                 return client
             except ConnectionError:
-                # A flood of strangers can displace a peer whose proof has not been read yet: retry.
+                # A flood of strangers can displace a peer whose proof has not been read yet, and a launcher that is
+                # started again can have another one's address: retry.
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
+                if endpoint.leaderless_s:
+                    time.sleep(RECONNECT_PAUSE_S)
 
     @staticmethod
     def _open(endpoint: RendezvousEndpoint, credentials: Credentials, timeout_s: float) -> Connection:
@@ -331,7 +334,7 @@ class ControlClient:
                     self._receive()
                 except (EOFError, OSError) as error:
                     why = str(error) if isinstance(error, EOFError) else f"{type(error).__name__}: {error}"
-                    if not self._come_back():
+                    if not self._come_back(why):
                         break
         except AuthenticationError as error:
             why = f"{type(error).__name__}: {error}"
@@ -349,31 +352,44 @@ class ControlClient:
             else:
                 self._resolve(header, payload)
 
-    def _come_back(self) -> bool:
+    def _reopen_with(self, reopen: Callable[[float], Connection]) -> None:
+        """Reconnect from now on. Raises ConnectionError if the connection has ended already."""
+        with self._send_lock:
+            self._reopen = reopen
+            if self._why_closed is not None:
+                raise ConnectionError(self._why_closed)
+
+    def _come_back(self, why: str) -> bool:
         """Reconnect and resend unanswered requests; no thread sends anything meanwhile."""
-        leaderless_s = self._endpoint.leaderless_s
-        deadline = time.monotonic() + max(self._endpoint.return_s, leaderless_s)
         with self._send_lock:
             self._connection.close()
-            while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
-                try:
-                    connection = reopen(left_s)
-                    connection.send(*_message(self._hello, 0))
-                    answer, _ = connection.receive(limit_s=left_s)
-                    connection.sock.settimeout(None)
-                    self._connection = connection
-                    self._check_term(answer)
-                    if "error" in answer:
-                        return False
-                    self._resend()
-                    return True
-                except AuthenticationError:
+            if self._reconnected():
+                return True
+            self._why_closed = self._why_closed or why
+            return False
+
+    def _reconnected(self) -> bool:
+        leaderless_s = self._endpoint.leaderless_s
+        deadline = time.monotonic() + max(self._endpoint.return_s, leaderless_s)
+        while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
+            try:
+                connection = reopen(left_s)
+                connection.send(*_message(self._hello, 0))
+                answer, _ = connection.receive(limit_s=left_s)
+                connection.sock.settimeout(None)
+                self._connection = connection
+                self._check_term(answer)
+                if "error" in answer:
                     return False
-                except (OSError, EOFError) as error:
-                    if isinstance(error.__cause__, ConnectionRefusedError) and not leaderless_s:
-                        return False  # the launcher is gone
-                    self._connection.close()
-                    time.sleep(RECONNECT_PAUSE_S)
+                self._resend()
+                return True
+            except AuthenticationError:
+                return False
+            except (OSError, EOFError) as error:
+                if isinstance(error.__cause__, ConnectionRefusedError) and not leaderless_s:
+                    return False  # the launcher is gone
+                self._connection.close()
+                time.sleep(RECONNECT_PAUSE_S)
         return False
 
     def _check_term(self, header: Header) -> None:

@@ -27,6 +27,7 @@ def detect(env: Mapping[str, str]) -> World | None:
             worker=integer(env, "HORA_WORKER", -1),
             return_s=integer(env, "HORA_LAUNCHER_TIMEOUT", 10),
             leaderless_s=integer(env, "HORA_LEADERLESS_S", 0),
+            term=integer(env, "HORA_TERM", 0),
             relay=env.get("HORA_RELAY", ""),
         )
     elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
@@ -90,5 +91,6 @@ def variables_of(world: World) -> dict[str, str]:
         env["HORA_JOB"] = world.rendezvous.job
         env["HORA_SECRET_FILE"] = world.rendezvous.secret_file
         env["HORA_LEADERLESS_S"] = str(int(world.rendezvous.leaderless_s))
+        env["HORA_TERM"] = str(world.rendezvous.term)
         env["HORA_RELAY"] = world.rendezvous.relay  # also if empty: this process may run inside another job
     return env

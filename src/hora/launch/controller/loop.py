@@ -262,6 +262,7 @@ class _Controller(Observation):
             port=self.rendezvous.port,
             job=self._id,
             leaderless_s=0.0 if leadership is None else leadership.leaderless_s,
+            term=term,
         )
         self._argv = self._lay_out()
 

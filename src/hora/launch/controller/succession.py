@@ -70,7 +70,11 @@ class Succession:
             if now >= began + limit_s:
                 raise self.agents.too_few(limit_s)
             self.agents.wait_until(lambda: bool(self._newest()) or self.agents.enough(None), _LOOK_S)
+        deadline = time.monotonic() + return_s
         self.agents.wait_until(self._all_are_back, return_s)
+        # A missing node may have obeyed a later leader than those that are here.
+        self.agents.wait_until(lambda: self.agents.enough(None), max(began + _COME_AGAIN_S - time.monotonic(), 0.0))
+        self.agents.wait_until(self._all_are_back, max(deadline - time.monotonic(), 0.0))
         self.begin()
 
     def _newest(self) -> AgentHandle | None:
