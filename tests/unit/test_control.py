@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -413,6 +414,24 @@ def test_a_dropped_worker_is_rejected(place: Place):
     assert cut_off.next_world(World(worker=2, generation=0), timeout_s=LIMIT_S) is None
     with pytest.raises(HorovodInternalError, match="worker 2 was given up by the launcher"):
         place.connect(2, worker=2)
+
+
+def test_a_worker_obeys_no_leader_of_an_earlier_term_than_the_one_that_started_it():
+    """Two leaders may stand beside one another, and the name of the run may lead to the earlier one."""
+    secret = new_secret()
+    held = os.memfd_create("test-secret")
+    os.write(held, secret)
+    leaders = {term: Rendezvous("127.0.0.1", secret=secret, job="job", events=Events(), term=term) for term in (3, 5)}
+    started_by_5 = RendezvousEndpoint(
+        kind="hora", address="127.0.0.1", secret_file=f"/proc/self/fd/{held}", job="job", leaderless_s=60, term=5
+    )
+    with pytest.raises(ConnectionError, match="an outdated leader"):
+        ControlClient.connect(replace(started_by_5, port=leaders[3].port), name="rank 0", timeout_s=0.5, worker=0)
+    client = ControlClient.connect(replace(started_by_5, port=leaders[5].port), name="rank 0", timeout_s=20, worker=0)
+    client.close()
+    for leader in leaders.values():
+        leader.close()
+    os.close(held)
 
 
 def test_an_answer_to_a_ping_updates_the_last_contact(place: Place):
