@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_process import BIN, JobProcess
+from job_process import BIN, LIMIT_S, JobProcess
 
 from waiting import wait_until
 
@@ -51,7 +51,7 @@ class Run:
         folder = self.work / str(len(self.jobs))
         folder.mkdir()
         place = ["--nnodes", str(self.number), "--node-rank", str(index), "--meet", f"127.0.0.1:{self.port}"]
-        size = ["-np", str(self.number), "--min-np", "1", "--slots-per-host", "1", "--start-timeout", "120"]
+        size = ["-np", str(self.number), "--min-np", "1", "--slots-per-host", "1", "--start-timeout", str(int(LIMIT_S))]
         again = ["--run-id", self.run_id, "--leader-timeout", self._limit]
         training = [sys.executable, str(HERE / "store_training.py"), str(self.folder)]
         environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor")}
@@ -70,7 +70,7 @@ class Run:
 
     def wait(self, what: str, happened) -> None:
         try:
-            wait_until(what, happened, 120)
+            wait_until(what, happened, LIMIT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}") from None
 
@@ -95,7 +95,7 @@ class Run:
 
     def finish(self, *, statuses: tuple[int, ...] = (0, 0, 0)) -> None:
         (self.folder / "stop").touch()
-        assert tuple(node.wait(120) for node in self.nodes) == statuses, self.text()
+        assert tuple(node.wait(LIMIT_S) for node in self.nodes) == statuses, self.text()
         for job in self.jobs:
             job.assert_nothing_left(60)
 
@@ -168,6 +168,21 @@ def test_a_node_is_lost_while_there_is_no_leader(tmp_path: Path):
     run.wait("a new node has joined", lambda: run.steps(0)[-1][2] == 3)
     run.finish()
     assert [step for _, step, _ in run.steps(0)] == list(range(1, len(run.steps(0)) + 1)), "a step was lost"
+
+
+@pytest.mark.slow
+def test_all_processes_of_the_first_node_are_killed_and_its_command_typed_again(tmp_path: Path):
+    """As when a container's first process dies: the ranks of the other nodes stay."""
+    run = Run(tmp_path)
+    run.wait_for_more_steps()
+    run.nodes[0].kill()
+    run.type_again()
+    run.wait("a new rank has joined", lambda: run.last(3) > 0 and run.steps(1)[-1][2] == 3)
+    run.finish()
+    for worker in (1, 2):
+        steps = run.steps(worker)
+        assert len({pid for pid, _, _ in steps}) == 1
+        assert [step for _, step, _ in steps] == list(range(1, len(steps) + 1)), "a step was lost"
 
 
 def test_nothing_is_left_when_nobody_leads_for_too_long(tmp_path: Path):
