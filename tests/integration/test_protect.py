@@ -238,3 +238,15 @@ def test_a_newcomer_takes_the_place_of_a_dead_rank_between_two_steps(tmp_path: P
     rows = [row for one in (first, second, newcomer) for row in one["seen"]]
     assert set(rows) == {*map(float, range(94))}, "the last epoch was divided among all three"
     assert len(rows) == 96, "with as few repetitions as equal numbers need"
+
+
+def test_a_function_over_ddp_is_called_again_in_the_new_world(tmp_path: Path):
+    command = [sys.executable, str(_SCRIPT.with_name("run_with_ddp.py")), str(tmp_path)]
+    status, output, errors = run_command("hora", "run", "-np", "3", "--min-np", "2", "--spares", "1", *command)
+    assert status == 0, output + errors
+    first, *others = (torch.load(tmp_path / f"{worker}.pt") for worker in (0, 2, 3))
+    assert [step for step, _ in first["steps"]] == [*range(1, len(first["steps"]) + 1)], "the killed step was repeated"
+    assert {size for _, size in first["steps"]} == {2, 3}
+    for other in others:
+        assert other["steps"][-3:] == first["steps"][-3:]
+        assert all(map(torch.equal, other["values"], first["values"]))

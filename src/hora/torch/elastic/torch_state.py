@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from hora import engine
 from hora.config import EngineConfig
 from hora.safe_load import load_torch
 from hora.torch.basics import rank
+from hora.torch.distributed.calls import Calls
+from hora.torch.distributed.live import live_groups, start_over
 from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.handlers import (
     ElasticSampler,
@@ -78,6 +81,11 @@ class TorchState(ObjectState):
         if _wants_steps(handlers, per_step):
             self._last = LastStep()
             self._watch_steps()
+
+    def enter(self) -> bool:
+        if engine.has_elastic_launcher() and _default_group() is not None and not engine.is_newcomer():
+            engine.admit_later()
+        return True
 
     @property
     def per_step(self) -> bool:  # type: ignore[override]
@@ -210,7 +218,13 @@ class TorchState(ObjectState):
         """Copy the state from rank 0, or with `per_step` from a rank with the newest (collective)."""
         last = self._last
         number = self._origin if not self._synced else 0 if last is None else last.number
-        numbers = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
+        group = _default_group() if self._moved else None
+        mine = torch.tensor([[number, group is not None]], device="cpu")
+        numbers, have_groups = allgather(mine, name="elastic.last_step").T.tolist()
+        if group is not None and all(have_groups):
+            start_over(engine.current_runtime(), group)
+            gc.collect()  # DDP models of the last world, whose hooks are still there
+        self._moved = False
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
                 "the state of the training is lost: all ranks that had it died before a newcomer could copy it. "
@@ -294,6 +308,7 @@ class TorchState(ObjectState):
 
     def reset(self) -> None:
         """Handle a change of the world: samplers divide the rest again, and sharded optimizers drop their slices."""
+        self._moved = True
         sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
         if self._last is not None:  # `sync` assembles sharded optimizers
             if self._last.begun:
@@ -331,9 +346,16 @@ class TorchState(ObjectState):
     _established = False  # this process has taken part in a training before, perhaps with another state
     _origin = _FOUNDER
     _synced = False
+    _moved = False  # into another world, since the last `sync`
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
+
+
+def _default_group() -> Calls | None:
+    """Return torch's default group if it is one of this backend's."""
+    group: Any = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    return group if group in live_groups() else None
 
 
 def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:
