@@ -26,11 +26,13 @@ ON_DEMAND = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.maxExecutors": "1",
     "spark.executor.cores": "2",
+    "spark.executor.pyspark.memory": "16g",
 }
 DRIVER = """
     import json, os, sys
     sys.path.insert(0, {folder!r})
     from spark_cluster import spark_session
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
     from sparkdl import HorovodRunner
     import horovod.spark
 
@@ -40,20 +42,24 @@ DRIVER = """
         return get_available_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def size():
-        import os
-        return os.environ["HOROVOD_SIZE"]
+        import os, resource
+        return os.environ["HOROVOD_SIZE"], resource.getrlimit(resource.RLIMIT_AS)[0] >> 30
 
-    def refusal(function):
+    def refusal(function, np=3, **given):
         try:
-            HorovodRunner(np=3).run(function)
+            HorovodRunner(np=np, **given).run(function)
         except ValueError as error:
             return str(error)
 
     with spark_session({url!r}, keep_java=True, **{with_gpus!r}):
         gpus = HorovodRunner(np=2).run(devices), horovod.spark.run(devices, num_proc=2), refusal(devices)
+        asked = TaskResourceRequests().cpus(2).resource("gpu", 2)
+        both = ResourceProfileBuilder().require(asked).build
+        of_one = HorovodRunner(np=1, resources=both).run(devices)
+        profiles = of_one, refusal(devices, np=2, resources=both), refusal(devices, resources={{"gpu": 2}})
     with spark_session({url!r}, **{on_demand!r}):
         demand = HorovodRunner(np=2).run(size), refusal(size)
-    print("RESULT", json.dumps([gpus, demand]))
+    print("RESULT", json.dumps([gpus, demand, profiles]))
 """
 
 
@@ -91,7 +97,17 @@ def test_ranks_see_the_gpus_of_their_host_by_local_rank(found):
 
 
 def test_executors_on_demand(found):
-    size, problem = found[1]
+    (size, limit), problem = found[1]
     assert size == "2"
+    assert limit == 8  # GiB: half of spark.executor.pyspark.memory
     assert "np=3" in problem
     assert "spark.dynamicAllocation.maxExecutors=1" in problem
+
+
+def test_a_resource_profile_gives_a_task_several_gpus(found):
+    (own, visible), too_few, wrong = found[2]
+    assert own == ["5", "7"]
+    assert visible == "5,7"
+    assert "np=2" in too_few
+    assert "has 1 (each task needs cpus=2 and gpu=2)" in too_few
+    assert "resources must be a pyspark.resource.ResourceProfile, but it is {'gpu': 2}" in wrong

@@ -16,8 +16,13 @@ def test_constructor_takes_keywords_only_with_exactly_these_names() -> None:
     assert spec.args == ["self"]
     assert spec.varargs is None
     assert spec.varkw is None
-    assert spec.kwonlyargs == ["np", "driver_log_verbosity", "dashboard", "py_files"]
-    assert spec.kwonlydefaults == {"driver_log_verbosity": "log_callback_only", "dashboard": None, "py_files": None}
+    assert spec.kwonlyargs == ["np", "driver_log_verbosity", "dashboard", "py_files", "resources"]
+    assert spec.kwonlydefaults == {
+        "driver_log_verbosity": "log_callback_only",
+        "dashboard": None,
+        "py_files": None,
+        "resources": None,
+    }
     assert spec.annotations == {}
 
 

@@ -63,7 +63,7 @@ class Context:
 
 def test_missing_executors_are_waited_for_with_a_message(monkeypatch, caplog):
     found = iter([0, 0, 0, 2])
-    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: next(found))
     monkeypatch.setattr(cluster, "_NOTICE_AFTER_S", 0.0)
     assert cluster.require_slots(Context(), 2) == 2
     assert "waiting for Spark executors to register with spark://here:7077: 0 of 2 task slots" in caplog.text
@@ -71,14 +71,14 @@ def test_missing_executors_are_waited_for_with_a_message(monkeypatch, caplog):
 
 def test_after_the_first_executor_the_others_are_waited_for(monkeypatch):
     found = iter([0, 1, 1, 1, 2])
-    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: next(found))
     monkeypatch.setattr(cluster, "_most_seen", {})
     assert cluster.require_slots(Context(), 2) == 2
 
 
 def test_a_lost_executor_is_waited_for_as_long_as_tasks_may_take_to_start(monkeypatch, caplog):
     found = iter([2, 1, 1, 2])
-    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: next(found))
     monkeypatch.setattr(cluster, "_most_seen", {})
     monkeypatch.setattr(cluster, "_NOTICE_AFTER_S", 0.0)
     assert cluster.require_slots(Context(), 2) == 2
@@ -87,20 +87,20 @@ def test_a_lost_executor_is_waited_for_as_long_as_tasks_may_take_to_start(monkey
     assert "waiting for an executor in place of a lost one" in caplog.text
     assert "1 of 2 task slots are there, for 600 s more at most (HOROVOD_SPARK_START_TIMEOUT)" in caplog.text
 
-    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: 1)
     monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "0.3")
     with pytest.raises(ValueError, match=r"np=2 .* has 1 .*waited 0 s for a lost executor \(HOROVOD_SPARK_START"):
         cluster.require_slots(Context(), 2)
 
 
 def test_a_cluster_without_executors_times_out(monkeypatch):
-    monkeypatch.setattr(cluster, "count_slots", lambda context: 0)
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: 0)
     with pytest.raises(ValueError, match="no Spark executor has registered"):
         cluster.require_slots(Context(), 2, limit_s=0.2)
 
 
 def test_too_few_slots_of_a_settled_cluster_are_an_error_at_once(monkeypatch):
-    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: 1)
     monkeypatch.setattr(cluster, "_most_seen", {})
     with pytest.raises(ValueError, match=r"np=2 .* has 1 .* use np=1"):
         cluster.require_slots(Context(), 2)
@@ -126,7 +126,7 @@ def test_limits_of_dynamic_allocation(settings, limits):
 def test_executors_on_demand_count_as_available(monkeypatch, most):
     conf = {"spark_dynamicAllocation_enabled": "true", "spark_executor_cores": "1"}
     context = Context(**conf, spark_dynamicAllocation_maxExecutors=most)
-    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    monkeypatch.setattr(cluster, "count_slots", lambda context, resources=None: 1)
     assert cluster.require_slots(context, 4) == 4
     if most == "4":
         with pytest.raises(ValueError, match=r"np=5 .* has 4 .*maxExecutors=4"):

@@ -24,7 +24,13 @@ from hora.launch.environment import variables
 from hora.launch.job import Job, JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.providers.spark.cluster import cluster_or_new, forwarded_variables, is_connect, require_slots
+from hora.launch.providers.spark.cluster import (
+    check_profile,
+    cluster_or_new,
+    forwarded_variables,
+    is_connect,
+    require_slots,
+)
 from hora.launch.providers.spark.connect import run_on_cluster
 from hora.launch.providers.spark.job import SparkJob, slots_of
 from hora.launch.providers.spark.py_files import advice, checked, local_path, send
@@ -106,6 +112,7 @@ class HorovodRunner:
     messages sent with `log_to_driver`, and in a notebook or terminal a line of progress. `dashboard=True` serves a live
     page of the job and shows its address. `py_files`: modules (`.py`), folders of packages, and archives (`.zip`,
     `.egg`, `.whl`) that only the driver has.
+    `resources`: a `pyspark.resource.ResourceProfile` for the tasks, if they need others than Spark's settings say.
     """
 
     # No annotations on these two methods: callers inspect the signatures.
@@ -116,6 +123,7 @@ class HorovodRunner:
         driver_log_verbosity="log_callback_only",  # noqa: ANN001
         dashboard=None,  # noqa: ANN001
         py_files=None,  # noqa: ANN001
+        resources=None,  # noqa: ANN001
     ):
         if isinstance(np, bool) or not hasattr(np, "__index__"):
             raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
@@ -127,6 +135,7 @@ class HorovodRunner:
         self._driver_log_verbosity = driver_log_verbosity
         self._dashboard = dashboard
         self._py_files = checked(py_files)
+        self._resources = resources
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle supports)."""
@@ -147,6 +156,7 @@ class HorovodRunner:
                 stacklevel=2,
             )
         options = {"stream_output": self._shows_all, "dashboard": self._dashboard, "py_files": self._py_files}
+        options["resources"] = self._resources
         return _run_on_spark(main, kwargs, self.num_processor, **options)
 
     @property
@@ -185,12 +195,15 @@ def _run_on_spark(
     stream_output: bool,
     dashboard: bool | None,
     py_files: tuple[str, ...],
+    resources: Any,
 ) -> Any:
     elastic = is_elastic(main, kwargs)
     function = pickle_call(main, kwargs=kwargs) if elastic else pickle_for_rank_0(main, (), kwargs)
     cluster = cluster_or_new()
+    if resources is not None:
+        check_profile(cluster, resources)
     send(cluster, py_files)
-    num_slots = require_slots(cluster, num_proc)
+    num_slots = require_slots(cluster, num_proc, resources=resources)
     job = SparkJob(
         function=function,
         slots=slots_of(num_proc or num_slots),
@@ -199,6 +212,7 @@ def _run_on_spark(
         env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
         wait_for_slots=True,
+        resources=resources,
         watching=Watching.wanted(variables(), page=dashboard),
     )
     job = _with_progress(job, shown=not stream_output)

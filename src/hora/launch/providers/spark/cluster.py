@@ -153,8 +153,11 @@ def default_num_proc(cluster: Any) -> int:
     return count_slots(cluster) if is_connect(cluster) else int(cluster.defaultParallelism)
 
 
-def count_slots(cluster: Any) -> int:
-    """Task slots of all registered executors: cores (and GPUs, if tasks ask for them), busy or free."""
+def count_slots(cluster: Any, resources: Any = None) -> int:
+    """Task slots of all registered executors: cores (and GPUs, if tasks ask for them), busy or free.
+
+    `resources`: the ResourceProfile of the tasks; Spark's settings unless given.
+    """
     if is_connect(cluster):  # by a plan's leaf, which has one partition per core, at least two
         from pyspark.sql import functions as sql
 
@@ -167,13 +170,35 @@ def count_slots(cluster: Any) -> int:
     try:
         scala_context = context._jsc.sc()
         profile = scala_context.resourceProfileManager().defaultResourceProfile()
+        if resources is not None:
+            profile = resources._java_resource_profile
         return int(scala_context.maxNumConcurrentTasks(profile))
     except Py4JError:
         # Some platforms let Python call only Spark's public methods: then count cores and ignore GPUs.
         return int(context.defaultParallelism)
 
 
-def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
+def check_profile(cluster: Any, resources: Any) -> None:
+    """Make a ResourceProfile known to Spark. Raises ValueError for one that cannot be used."""
+    from pyspark.resource import ResourceProfile
+
+    if not isinstance(resources, ResourceProfile):
+        raise ValueError(f"resources must be a pyspark.resource.ResourceProfile, but it is {resources!r}")
+    if is_connect(cluster):
+        raise ValueError(
+            "resources need a classic SparkContext; through Spark Connect set spark.task.cpus and its like"
+        )
+    if resources._java_resource_profile is None:
+        raise ValueError("make the ResourceProfile after the SparkSession, which checks what it asks for")
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        cluster._jsc.sc().resourceProfileManager().addResourceProfile(resources._java_resource_profile)
+    except Py4JJavaError as error:
+        raise ValueError(f"Spark refuses this ResourceProfile: {error.java_exception.getMessage()}") from None
+
+
+def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf, resources: Any = None) -> int:
     """Return the cluster's slots, at least `num_slots` (0: any number). Raises ValueError if it has fewer.
 
     With dynamic allocation, executors that Spark may still start count too. Executors of a new application may still be
@@ -191,24 +216,26 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
         return slots
     context = cluster
     if allocates_dynamically(context):
-        return _require_on_demand(context, num_slots)
+        # A profile may ask for other executors than the settings that limit those.
+        return max(num_slots, 1) if resources is not None else _require_on_demand(context, num_slots)
+    application = context.applicationId if resources is None else f"{context.applicationId}, profile {resources.id}"
     wanted = max(num_slots, 1)
     began = time.time()
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
-    lost = 0 < num_slots <= _most_seen.get(context.applicationId, 0)
+    lost = 0 < num_slots <= _most_seen.get(application, 0)
     if lost:
         settled = max(settled, began + min(seconds_of(START_TIMEOUT), limit_s))
-    noticed, slots = False, count_slots(context)
+    noticed, slots = False, count_slots(context, resources)
     while True:
-        _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
+        _most_seen[application] = max(slots, _most_seen.get(application, 0))
         if slots >= wanted and (num_slots > 0 or time.time() >= settled or is_local(context)):
             return slots
         until = max(settled, began + _FIRST_EXECUTOR_LIMIT_S) if slots == 0 else settled
         deadline = min(until, began + limit_s)
         if time.time() >= deadline:
             waited = f"; waited {time.time() - began:.0f} s for a lost executor ({START_TIMEOUT})" if lost else ""
-            raise ValueError(_too_few(context, num_slots, slots) + waited)
+            raise ValueError(_too_few(context, num_slots, slots, resources) + waited)
         if not noticed and time.time() - began > _NOTICE_AFTER_S:
             noticed = True
             _log.warning(
@@ -221,7 +248,7 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
                 f" ({START_TIMEOUT})" if lost else "",
             )
         threading.Event().wait(_POLL_S)
-        before, slots = slots, count_slots(context)
+        before, slots = slots, count_slots(context, resources)
         if slots > before:
             settled = max(settled, time.time() + _NEXT_EXECUTOR_LIMIT_S)
 
@@ -266,11 +293,14 @@ def _settled_at(context: Any) -> float:
     return started + limit_s
 
 
-def _too_few(context: Any, wanted: int, slots: int) -> str:
+def _too_few(context: Any, wanted: int, slots: int, resources: Any = None) -> str:
     conf = context.getConf()
     task_cpus = conf.get("spark.task.cpus", "1")
     gpus = conf.get("spark.task.resource.gpu.amount", "")
     needs = f"spark.task.cpus={task_cpus}" + (f" and spark.task.resource.gpu.amount={gpus}" if gpus else "")
+    if resources is not None:
+        asked = [f"{name}={request.amount:g}" for name, request in resources.taskResources.items()]
+        needs = " and ".join(asked) or "what the settings of Spark say"
     if slots == 0:
         return (
             f"no Spark executor has registered with {context.master}, so none of the {max(wanted, 1)} "

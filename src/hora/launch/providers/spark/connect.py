@@ -195,6 +195,7 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
     if is_connect(cluster):
         return _run_on_connect(cluster, wanted)
     how: dict[str, Any] = {"stream_output": wanted.output.console, "preload": preload_of(wanted)}
+    how["resources"] = wanted.resources
     with SparkTasks.of_stage(cluster, wanted.num_proc, group=wanted.title, about=wanted.about, **how) as tasks:
         try:
             return run_in_tasks(tasks, wanted)

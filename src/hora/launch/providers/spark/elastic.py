@@ -46,7 +46,7 @@ def run_elastic_on_spark(
         lost_s=seconds_of("HORA_LAUNCHER_TIMEOUT", default_s=30.0),
     )
     how: dict[str, Any] = {"stream_output": wanted.output.console, "preload": preload_of(wanted)}
-    how |= {"return_s": limits.lost_s, "least": min_num_proc}
+    how |= {"return_s": limits.lost_s, "least": min_num_proc, "resources": wanted.resources}
     with SparkTasks.of_stage(context, max_num_proc, group=wanted.title, about=wanted.about, **how) as tasks:
         tasks.meet_in_time(limits.num_proc, wanted.start_timeout_s, least=min_num_proc)
         agents, hosts = tasks.agents, tasks.hosts()

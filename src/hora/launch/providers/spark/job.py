@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hora.launch.controller.launcher import AgentHandle, HostLauncher
 from hora.launch.controller.loop import run_job
@@ -31,6 +32,7 @@ class SparkJob(Job):
     wait_for_slots: bool = False  # wait for other Spark jobs without a limit; the start timeout begins with the stage
     bind_gpus: bool = True  # make Spark's GPUs the visible ones, indexed by local rank
     python: str | None = None  # of the processes; None: the one of Spark's Python workers
+    resources: Any = None  # a ResourceProfile of Spark for the tasks
     function_name: str = ""  # what the user calls, …
     line: str = field(default_factory=callers_line)  # … and where
 

@@ -30,6 +30,7 @@ class SparkStage:
         group: str,
         about: str = "",
         barrier: bool = True,
+        resources: Any = None,
     ) -> None:
         self.context = context
         self._about = about or group
@@ -37,6 +38,7 @@ class SparkStage:
         # that never appear.
         self._barrier = barrier and not allocates_dynamically(context)
         self._num_tasks = num_tasks
+        self.resources = resources
         self._body = body
         self.group = f"{group}.{next(_numbers)}"
         self.ended = threading.Event()
@@ -113,6 +115,8 @@ class SparkStage:
             about = f"{self._about}: {self._num_tasks} processes"
             self.context.setJobGroup(self.group, about, interruptOnCancel=True)
             rdd = self.context.parallelize(range(self._num_tasks), self._num_tasks)
+            if self.resources is not None:
+                rdd = rdd.withResources(self.resources)
             stage = rdd.barrier() if self._barrier else rdd
             tasks = stage.mapPartitions(functools.partial(_call_for_each, self._body))
             # Spark keeps a set of Python workers per requested environment. So the next job gets workers with a warm

@@ -99,9 +99,10 @@ class SparkTasks:
         preload: tuple[str, ...] | None = None,
         return_s: float = 0.0,
         least: int | None = None,
+        resources: Any = None,
     ) -> SparkTasks:
         """Start a stage of a classic SparkContext; an ordinary one if `least` is given, as in a barrier stage one
-        failure ends all tasks.
+        failure ends all tasks. `resources`: the ResourceProfile of the tasks.
         """
         bind_address, address = driver_addresses(context)
         tasks = cls(num_tasks, bind_address=bind_address, address=address, return_s=return_s, least=least)
@@ -120,7 +121,8 @@ class SparkTasks:
                 keep_output=not is_local(context),
                 preload=preload,
             )
-            tasks.stage = SparkStage(context, num_tasks, task, group=group, about=about, barrier=least is None)
+            how: dict[str, Any] = {"group": group, "about": about, "barrier": least is None, "resources": resources}
+            tasks.stage = SparkStage(context, num_tasks, task, **how)
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
             tasks.stage.start()
             tasks._closing = undo.pop_all()
@@ -218,7 +220,7 @@ class SparkTasks:
         """Return whether there are enough slots and other jobs hold them."""
         if self.stage is None or self.agents.connected() or not self.stage.is_waiting():
             return False
-        return count_slots(self.stage.context) >= num_tasks
+        return count_slots(self.stage.context, self.stage.resources) >= num_tasks
 
     # ---- elastic jobs -------------------------------------------------------------------------------------
 
