@@ -112,7 +112,7 @@ hvd.init()
 for step in range(1, 4):
     hora.report(loss=torch.tensor(step + hvd.rank() / 2), step=step)
 hvd.barrier()
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[1]) if hvd.rank() == 0 else 0)
 """
 
 

@@ -47,8 +47,30 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=2)):
 """
 
 
-def _train(folder: Path, *flags: str) -> tuple[str, dict]:
-    (folder / "train.py").write_text(PROGRAM)
+DDP = """
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("hora")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+if dist.get_rank() == 1:
+    model[2].register_full_backward_hook(lambda *_: time.sleep(0.03))  # a heavy one
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(200):
+    optimizer.zero_grad()
+    model(torch.ones(8, 64, requires_grad=True)).pow(2).mean().backward()
+    time.sleep(0.002)  # clipping, logging
+    optimizer.step()
+"""
+
+
+def _train(folder: Path, *flags: str, program: str = PROGRAM) -> tuple[str, dict]:
+    (folder / "train.py").write_text(program)
     command = [sys.executable, "-m", "hora", "run", "-np", "2", *flags, sys.executable, "train.py"]
     code, _, errors = run_command(*command, cwd=folder, env={"OMP_NUM_THREADS": "1"})
     assert code == 0, errors
@@ -67,6 +89,17 @@ def test_the_rank_with_slow_data_is_blamed_and_the_one_that_waits_for_it_is_not(
     assert others_wait > phases["forward"] + phases["backward"] + phases["between"]
     assert phases["checkpoint"] > 0
     assert load_verdict(tmp_path / "run.hora").phases == load_verdict(tmp_path / "verdict.json").phases
+
+
+def test_a_ddp_training_has_phases_and_its_slow_rank_is_blamed(tmp_path):
+    _, verdict = _train(tmp_path, "--verdict", program=DDP)
+    assert verdict["num_steps"] == 200
+    assert [one["rank"] for one in verdict["slow"]] == [1]
+    phases = {name: spread["median"] for name, spread in verdict["phases"].items()}
+    assert all(phases[name] > 0 for name in ("forward", "optimizer"))
+    assert phases["backward"] > 14  # what the script sleeps there, averaged over the ranks
+    assert phases["between"] > 1.9
+    assert phases["wait"] + phases["reduce"] > phases["optimizer"]  # of rank 0, for rank 1's backward
 
 
 def test_a_job_that_nobody_watches_has_no_verdict(tmp_path):

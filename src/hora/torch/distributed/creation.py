@@ -27,6 +27,7 @@ from hora.torch.distributed.backend import HoraBackend
 from hora.torch.distributed.endpoint import Endpoint
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.distributed.live import remember
+from hora.torch.distributed.phases import phases
 from hora.torch.distributed.reconfigure import alone as a_world_alone
 from hora.torch.distributed.shape import HAS_BACKENDS
 from hora.torch.untraced import leave_untraced
@@ -106,6 +107,8 @@ def _enter(
 def _begin(end: _End, name: str, global_ranks: Sequence[int]) -> _End:
     remember(end, name)
     if not global_ranks:
+        if EngineConfig.from_env().telemetry_s:
+            phases.install()
         # A rank that destroys its group at once would end the engine during the others' init.
         end.wait_for_all("init_process_group")
     return end

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from hora.engine.request import Completion
+from hora.torch.distributed.phases import phases
 
 _TICK_S = 1.0  # the watching thread looks this often whether anything is left to watch
 
@@ -215,6 +216,7 @@ class Work(dist.Work):
         if self._is_done():
             self._complete()
         else:
+            phases.future_made()
             _deadlines.watch(self, self._deadline)
             self._complete_when_done()
             self._group.go_on_in_background()
