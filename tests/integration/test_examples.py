@@ -156,3 +156,12 @@ def test_the_elastic_program_of_torch_distributed_goes_on_without_a_rank():
     losses = [float(number) for number in re.findall(r"loss ([\d.]+), 1 ranks", out)]
     assert len(losses) == 5, out
     assert losses[-1] < losses[0] / 2, out
+
+
+def test_the_elastic_program_with_shards_goes_on_from_the_last_commit():
+    arguments = (str(EXAMPLES / "fsdp_elastic.py"), "--kill-rank", "1")
+    status, out, err = run_command("hora", "run", "-np", "2", "--min-np", "1", "python", *arguments)
+    assert status == 0, err
+    losses = [(int(step), float(loss), ranks) for step, loss, ranks in re.findall(r"step (\d+): loss (\S+), (.)", out)]
+    assert [(step, ranks) for step, _, ranks in losses] == [(10 * n, "2" if n <= 3 else "1") for n in range(1, 7)], out
+    assert all(loss < 0.1 for _, loss, _ in losses), out

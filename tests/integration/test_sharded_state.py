@@ -175,7 +175,7 @@ def test_what_cannot_be_done_is_refused_on_every_rank_with_what_to_change():
         dist.destroy_process_group()
         return found
 
-    for found in horovod.run(train, num_proc=2, min_num_proc=1):
+    for found in horovod.run(train, num_proc=2, min_num_proc=2):
         before, foreign, plain, twice = found
         assert "state.commit() before state.attach()" in before
         assert "parameters of no attached model" in foreign
@@ -229,7 +229,7 @@ def test_another_backend_and_a_job_of_a_fixed_size_are_refused():
             return str(error)
         return ""
 
-    for message in horovod.run(train, ("gloo",), num_proc=2, min_num_proc=1):
+    for message in horovod.run(train, ("gloo",), num_proc=2, min_num_proc=2):
         assert 'this process group has "gloo"' in message
         assert 'use init_process_group("hora")' in message
     for message in horovod.run(train, ("hora",), num_proc=2):
