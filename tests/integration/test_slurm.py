@@ -155,7 +155,8 @@ Path(f"begun.{number}.{rank}").touch()
 while len(list(Path().glob("begun.*"))) < int(sys.argv[1]):  # all worlds exist at the same time
     time.sleep(0.05)
 hvd.init()
-print(f"world {number} rank {rank} sum {hvd.allreduce(torch.tensor([10.0 ** number]), op=hvd.Sum).item()}", flush=True)
+total = hvd.allreduce(torch.tensor([10.0 ** number]), op=hvd.Sum).item()
+os.write(1, f"world {number} rank {rank} sum {total}\\n".encode())  # at once: srun joins pieces of lines
 Path(f"ended.{number}.{rank}").touch()
 while len(list(Path().glob("ended.*"))) < int(sys.argv[1]):
     time.sleep(0.05)
