@@ -1,4 +1,4 @@
-"""The build hook: compiles the native part (`src/hora/engine/shm/native.c`) where there is a C compiler.
+"""The build hook: compiles the native part (`src/hora/engine/shm/calls.c`) where there is a C compiler.
 
     pip install .                   a wheel with the library, for this kind of machine; else py3-none-any
     pip install -e .                the library in the source tree (`make native` builds it anew)
@@ -6,7 +6,9 @@
     CC=aarch64-linux-gnu-gcc pip wheel .    for another machine: the tag is read from what was built
 
 A wheel with the library is for every Python 3 and for every glibc from the newest symbol that the library needs on, at
-least 2.17 (manylinux_2_17). Called by hatchling.
+least 2.17 (manylinux_2_17). The library is no extension module: it is loaded by its path, declares what it uses of
+Python's stable ABI, and finds that in the Python that loads it. So Python's headers are not needed. Called by
+hatchling.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER, SOURCE, LIBRARY = Path("src/hora/engine/shm"), "native.c", "libhora.so"
+FOLDER, SOURCE, LIBRARY = Path("src/hora/engine/shm"), "calls.c", "libhora.so"
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-s")
 LEAST_GLIBC = (2, 17)
 MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of ELF

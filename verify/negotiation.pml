@@ -25,7 +25,7 @@
  *     src/hora/engine/shm/native.c hora_wait_for 0ffd0aecf8
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wait 93b5a64483
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.wake 0b7265bb9d
- *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.poll eb23396956
+ *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation.poll 11bc71b28c
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._lead 0e2b35788b
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._follow 5e2b53b773
  *     src/hora/engine/negotiation/shared_memory.py SharedMemoryNegotiation._publish 0e6ad0d375

@@ -17,7 +17,6 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
-from hora.engine.repeated import RepeatedCalls
 from hora.engine.shm.native import absence, library
 from hora.errors import HorovodInternalError
 from waiting import wait_until
@@ -30,30 +29,27 @@ SHAPES = [(), (7,), (3, 5), (16384,), (300_000,)]  # the last one is too large f
 class Counts:
     """The numbers of calls that took the fast path, and that tried it in vain."""
 
-    taken = void = 0
+    def __init__(self, sets) -> None:
+        self._paths = [each.repeated for each in sets._sets.values() if each.repeated is not None]
+
+    @property
+    def taken(self) -> int:
+        return sum(path.calls.num_done for path in self._paths)
+
+    @property
+    def void(self) -> int:
+        return sum(path.calls.num_void for path in self._paths)
 
 
 @contextlib.contextmanager
 def running(**options):
     """Run a session in which repeated allreduces are counted."""
-    counts = Counts()
-
-    def counted(inner):
-        def run(path, *arguments):
-            done = inner(path, *arguments)
-            counts.taken, counts.void = counts.taken + done, counts.void + (not done)
-            return done
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepeatedCalls, "_settle", counted(RepeatedCalls._settle))
-        hvd.init(**options)
-        try:
-            yield counts
-            hvd.barrier()
-        finally:
-            hvd.shutdown()
+    hvd.init(**options)
+    try:
+        yield Counts(engine.current_runtime().sets)
+        hvd.barrier()
+    finally:
+        hvd.shutdown()
 
 
 def ones(count=5):
@@ -240,7 +236,7 @@ def test_ranks_waiting_in_a_repeated_call_notice_a_death(size):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
-    assert "carry_out" in {frame.name for frame in traceback.extract_tb(caught.tb)}
+    assert "go_on" in {frame.name for frame in traceback.extract_tb(caught.tb)}
     hvd.shutdown()
 
 
@@ -299,35 +295,40 @@ def test_ctrl_c_while_waiting_in_a_repeated_call_affects_no_rank(place, size, sa
 
 
 @pytest.mark.ranks(2)
-def test_ctrl_c_after_all_members_have_arrived_does_not_repeat_the_call():
+def test_ctrl_c_as_the_other_member_arrives_does_not_repeat_the_call(place):
+    """The signal comes at any place of a call that has begun: before, while or after its data moves."""
     hvd.init()
-    queue = engine.current_runtime().sets.queue(0)
-    tensor = ones()
+    queue, tensor, num_interrupted = engine.current_runtime().sets.queue(0), ones(), 0
+    negotiation = queue.negotiation
     for _ in range(3):
         hvd.allreduce_(ones(), name="lone", op=hvd.Sum)
-    plans = [known.plan for known in engine.current_runtime().sets.known_allreduces.values() if known.plan is not None]
-    (plan,) = plans
-    call, interrupted = plan.call, []
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for step in range(60):
+        if hvd.rank() == 0:
 
-    def interrupt(*arguments):
-        state = call(*arguments)
-        if not interrupted and state == 1:
-            interrupted.append(state)
-            raise KeyboardInterrupt
-        return state
+            def interrupt(step: int = step) -> None:
+                wait_until("this rank waits alone", lambda: _waiting(negotiation) == 1 or queue.in_flight)
+                place.store.set(f"waits {step}", "")
+                time.sleep(0.0001 * (step % 8))
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
-    if hvd.rank() == 0:
-        queue.inspect = lambda: None
-        plan.call = interrupt
-    for step in range(200):
-        try:
+            thread = threading.Thread(target=interrupt)
+            try:
+                thread.start()
+                hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+                thread.join()
+            except KeyboardInterrupt:
+                num_interrupted += 1
+                wait_until("the request is done", lambda: not queue.in_flight)
+            thread.join()
+        else:
+            place.store.wait([f"waits {step}"])
             hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
-        except KeyboardInterrupt:
-            wait_until("the request is done", lambda: not queue.in_flight)
         assert tensor.tolist() == [2.0] * 5, step
         tensor.fill_(1.0)
+    signal.signal(signal.SIGALRM, before)
+    assert num_interrupted == (0 if hvd.rank() else 60)
     hvd.barrier()
-    assert interrupted or hvd.rank() or plan.call is interrupt
     hvd.shutdown()
 
 

@@ -20,7 +20,7 @@ static int64_t round_cut;
 
 struct member {
     int number;
-    int64_t step, item, ticket;
+    int64_t step, item;
     uint64_t digest;
     int64_t *fed;
     struct ring ring;
@@ -154,14 +154,15 @@ static void test_repeated(struct member *member, int64_t number) {
                                 .direct = it.direct, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
                                 .stage = it.stage},
                         .digest = {(uint8_t)it.dtype, (uint8_t)it.finish}, .staged = it.direct && pieces == 1};
+    spec.num_steps = pieces + spec.job.lag;
     struct repeated *call = &member->repeated;
-    call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
-    call->record.ticket = ++member->ticket, call->record.instance = number, call->published = 0, call->state = WAITING;
+    struct turns turns = {.step = member->step};
+    hora_begin(call, &(struct call){.spec = &spec, .turns = &turns}, source, out, number);
     int state, sleeps_between = (number >> 1) & 1;
     while ((state = hora_repeated(call, sleeps_between ? SLICE_NS : 0)) == WAITING || state == MOVING)
         if (!sleeps_between) sched_yield();
-    if (state != DONE) test_fail("equal records differ", member->number, number);
-    member->step += pieces + spec.job.lag;
+    if (state != DONE || !hora_settle(call, &turns)) test_fail("equal records differ", member->number, number);
+    member->step = turns.step;
     test_check(member, &it, number, out);
     if (out != source) free(out);
     free(source);
@@ -197,14 +198,14 @@ static void test_moves(struct member *member, int64_t number) {
         spec.job.total = (int64_t)part, spec.job.what.dtype = I8;
     }
     int64_t pieces = (spec.job.total + most(&spec.job) - 1) / most(&spec.job);
-    spec.staged = pieces == 1;
+    spec.staged = pieces == 1, spec.num_steps = pieces;
     struct repeated *call = &member->repeated;
-    call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
-    call->record.ticket = ++member->ticket, call->record.instance = number, call->published = 0, call->state = WAITING;
+    struct turns turns = {.step = member->step};
+    hora_begin(call, &(struct call){.spec = &spec, .turns = &turns}, source, out, number);
     int state;
     while ((state = hora_repeated(call, SLICE_NS)) == WAITING || state == MOVING) continue;
-    if (state != DONE) test_fail("equal records differ", own, number);
-    member->step += pieces;
+    if (state != DONE || !hora_settle(call, &turns)) test_fail("equal records differ", own, number);
+    member->step = turns.step;
     for (int m = 0; m < num_members && kind != REDUCE_SCATTER; m++) {
         test_draw_part(wanted, &it, number, kind == BROADCAST ? root : m, kind == ALL_TO_ALL ? own : 0);
         if (memcmp(wanted, out + (spread ? m : 0) * part, part)) test_fail("a member got other numbers", own, number);
@@ -303,7 +304,7 @@ static struct member test_new_member(int number) {
 
 static void test_join_tickets(struct member *member) {
     member->repeated = (struct repeated){.group = test_group_of(tickets, TICKET_BYTES, member->number), .heads = heads,
-                                         .round = &round_cut, .fed = member->fed, .head_bytes = PAIR};
+                                         .round = &round_cut, .fed = member->fed, .head_bytes = PAIR, .next_ticket = 1};
 }
 
 int main(int argc, char **argv) {

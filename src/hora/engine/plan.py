@@ -11,7 +11,7 @@ States of a request key:  absent --feed--> pending --last member feeds, or the m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -140,6 +140,11 @@ class BatchPlanner:
     def idle(self) -> bool:
         """Return whether nothing is pending, no member has joined and no timeline is written."""
         return not self._pending and not self.joined and self.on_arrival is None
+
+    @property
+    def pending_and_joined(self) -> tuple[Sized, Sized]:
+        """The requests that some members have announced, and the members that have joined: the same objects always."""
+        return self._pending, self.joined
 
     def close_round(self) -> list[Batch]:
         """Return the batches that the announcements so far allow, in the order in which every member executes them."""

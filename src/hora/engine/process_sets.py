@@ -16,7 +16,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hora.config import EngineConfig
 from hora.engine.bootstrap import Bootstrap
@@ -26,7 +26,7 @@ from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.negotiation.tree import TreeNegotiation
 from hora.engine.plan import Batch, BatchPlanner
 from hora.engine.queue import OBJECTS, OperationQueue, QueueWorld
-from hora.engine.repeated import CallPlan, RepeatedCalls
+from hora.engine.repeated import CallPlan, KnownAllreduces, RepeatedCalls
 from hora.engine.request import Key, Kind, Request, Signature
 from hora.engine.schedule import ReductionSchedule
 from hora.engine.shm.segment import Segment, SharedMemory
@@ -77,7 +77,7 @@ class ProcessSets:
     """The sets of a runtime's world."""
 
     def __init__(self, runtime: SetsRuntime) -> None:
-        self.known_allreduces: dict[object, Any] = {}  # state of repeated allreduces, kept by the interfaces, by call
+        self.known_allreduces = KnownAllreduces()
         self._runtime, self._world = runtime, runtime.world
         self._sets: dict[int, _Set] = {}
         self._serials: set[int] = set()  # of all sets that were ever registered
@@ -92,7 +92,7 @@ class ProcessSets:
         for queue in self.queues():
             queue.close()
         self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
-        self.known_allreduces.clear()
+        self.known_allreduces.table.clear()
 
     def process_sets(self) -> dict[int, list[int]]:
         """Return the ranks of every set, by number."""
@@ -233,7 +233,7 @@ class ProcessSets:
             removed.queue.retire(f"the process set {number} with the ranks {ranks} has been removed")
         with self._lock:
             del self._sets[number]
-            self.known_allreduces.clear()
+            self.known_allreduces.table.clear()
 
     def status(self, number: int) -> WorldStatus:
         """Return the status of a set: of a group its own, otherwise the world's."""

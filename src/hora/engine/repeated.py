@@ -7,11 +7,12 @@ The call is not queued or announced, and wakes no thread. The native part publis
 the ordinary path: another request in flight, other news, a rank that has joined, an active timeline, operations that
 the native part lacks.
 
+A blocking call is one function in C (`calls.c`), from its checks to its result and the meter. If the other members do
+not make it within a moment, or Ctrl-C interrupts it, it stands in the queue's lane (`CallPlan.go_on`), as an
+asynchronous one does from the start (`OperationQueue.start_repeated`): the driver of the queue completes it.
+
 CUDA tensors of members that share a GPU are staged in pinned memory if the device's transport would do the same
 (`PinnedStage`).
-
-An asynchronous call stands in the queue's lane (`OperationQueue.start_repeated`), and so does a blocking call that the
-other members do not make within a moment, or that Ctrl-C interrupted: the driver of the queue completes it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, GoOn, Kind, Request, Signature
-from hora.engine.shm.counters import SLICE_NS
-from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Repeated, Spec, Sum, native_part
+from hora.engine.shm.native import SHORT_BYTES, Call, Spec, Sum, library, native_part
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
@@ -36,7 +38,6 @@ from hora.telemetry.meters import meter
 
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _UNSETTLED = (_WAITING, _MOVING)
-_pack = CALL.pack_into
 _clock = time.perf_counter
 _TOKEN = ("uint8",), ((1,),)  # dtypes and shapes of the tensors that a barrier reduces
 
@@ -52,15 +53,11 @@ class CallPlan:
         self.path = path
         self.signature = signature
         self._transport, self.slots = transport, transport.slots
-        self.unnamed = signature.name is None
         self._digest = (ctypes.c_uint8 * 16)(*signature.digest())
         self.kind = Kind.ALLREDUCE if is_barrier else KINDS[signature.kind]
         count, size, dtype = sum(map(prod, shapes)), len(path.ranks), DTYPES[name]
-        self.num_bytes = ITEM_BYTES[name] * count
-        # A short call keeps the GIL, so it must not sleep.
-        short = self.num_bytes <= SHORT_BYTES
-        self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, SLICE_NS)
-        self.stage = None if signature.device == "cpu" else PinnedStage(count, dtype)
+        num_bytes = ITEM_BYTES[name] * count
+        self._stage = None if signature.device == "cpu" else PinnedStage(count, dtype)
         self._divided = self.kind in (Kind.ALLTOALL, Kind.REDUCESCATTER)
         self._count, self._item_bytes = count // size if self._divided else count, ITEM_BYTES[name]
         self._what: tuple[Sum, float] | None = None
@@ -77,6 +74,15 @@ class CallPlan:
                 parts = equal_parts(self.kind, root, self.slots.member, size, self._count)
                 self._parts = [parts_array(some) for some in parts]
         self._specs: list[Spec] = []
+        self.call = Call(
+            repeated=path.calls_at,
+            turns=ctypes.addressof(self.slots.turns),
+            num_bytes=num_bytes,
+            is_brief=num_bytes <= SHORT_BYTES,
+            is_unnamed=signature.name is None,
+            is_on_gpu=self._stage is not None,
+        )
+        self.parts = ctypes.addressof(self.call), self, signature.operation, path.parts  # what calls.c knows of it
         self.prepare()
 
     def prepare(self) -> None:
@@ -85,42 +91,96 @@ class CallPlan:
         Any thread. If the ring is replaced meanwhile, its number differs from the recorded one, so the next call
         prepares the plan again.
         """
-        transport = self._transport
-        num_rings, address, num_steps, is_staged = self.slots.num_rings, 0, 0, False
-        if self._what is not None and self._count and self.slots.has_room(self.num_bytes):
-            direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(self.num_bytes)
+        transport, num_bytes = self._transport, self.call.num_bytes
+        num_rings, address = self.slots.num_rings, 0
+        if self._what is not None and self._count and self.slots.has_room(num_bytes):
+            direct = self.kind is not Kind.ALLREDUCE or transport.is_direct(num_bytes)
             what, stage = self._what
             job, num_steps = self.slots.job(
                 self._count, self._item_bytes, what, direct=direct, divided=self._divided, stage=stage
             )
             if self._parts:
                 job.sent, job.received = map(ctypes.addressof, self._parts)
-            spec = Spec(job=job, digest=self._digest, staged=direct and num_steps == 1)
+            is_staged = direct and num_steps == 1
+            spec = Spec(job=job, digest=self._digest, num_steps=num_steps, staged=is_staged)
             self._specs.append(spec)  # the native part may still use the old ring
-            address, is_staged = ctypes.addressof(spec), bool(spec.staged)
-        self.address = address  # 0: take the ordinary path
-        self.num_steps = num_steps
-        self.is_staged = is_staged  # all data is in the slots when the record is published
-        self.num_rings = num_rings
+            address = ctypes.addressof(spec)
+        self.call.spec, self.call.num_rings = address or None, num_rings
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the native part can execute the call with the current slots."""
+        if self.call.num_rings != self.slots.num_rings:
+            self.prepare()
+        return bool(self.call.spec)
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether all data is in the slots when the record is published."""
+        return bool(self._specs and self._specs[-1].staged)
+
+    def request(self, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None) -> Request:
+        """Return the equivalent request for the ordinary path."""
+        if self.signature.kind == Kind.BARRIER:
+            return Request(self.signature)
+        shapes = self.signature.shapes
+        if len(shapes) == 1:
+            source = tensor.view(shapes[0])
+            request = Request(self.signature, [source], [source if out is tensor else out], [out])
+        else:
+            parts = [part.view(shape) for part, shape in zip(tensor.split([*map(prod, shapes)]), shapes, strict=True)]
+            request = Request(self.signature, parts, parts, [out])
+        if self.last is not None:
+            request.last, request.targets = self.last, [out] if targets is None else targets
+        return request
+
+    # Called by calls.c.
+
+    def stage_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a GPU's tensor in pinned memory."""
+        assert self._stage is not None
+        return self._stage.fetch(tensor)
+
+    copy_back = staticmethod(copy_to_gpu)
+
+    def go_on(
+        self,
+        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int, Callable[[Request], object] | None, Any],
+        interrupted: bool = False,
+    ) -> None:
+        """Put a call that has begun in the queue's lane and wait for it, unless this thread was interrupted before."""
+        tensor, out, piece, ticket, instance, wait, targets = call
+        path, source, target = self.path, piece if piece is not None else tensor, piece if piece is not None else out
+        request, waits = self.request(tensor, out, targets), False
+        try:
+            path.queue.leave_unfinished(request, instance, path.in_lane(self, source, target, ticket, out))
+            waits = not interrupted
+        finally:
+            path.queue.end_exclusive(waits)
+        if waits:
+            (wait or Request.result)(request)
 
 
 class RepeatedCalls:
     """Repeated calls of one queue, whose members share a host and have the native part."""
 
     def __init__(self, queue: OperationQueue, negotiation: SharedMemoryNegotiation) -> None:
-        self.ranks = queue.ranks
-        self.call, self.short_call = native_part().repeated, native_part().short_repeated
-        self._queue = queue
-        self._negotiation = negotiation
-        self._job = Repeated()
-        negotiation.describe_to(self._job)
-        self._job_at = ctypes.addressof(self._job)
+        self.ranks, self.queue = queue.ranks, queue
+        self.calls = negotiation.calls
+        self.calls_at = ctypes.addressof(self.calls)
+        self._native = native_part()
+        self._carry_out = self._native.function("carry_out")
+        planner, driving = queue.planner, queue.driving
+        self.parts = (  # what calls.c knows of a queue
+            *(queue, queue.in_flight, *planner.pending_and_joined, planner, queue.recorder, queue.status, meter),
+            *(queue.lock.locked, driving.acquire, driving.release),
+        )
 
     def plan(self, signature: Signature) -> CallPlan | None:
         """Return a plan; None if the transport does not exist yet, or the members' sizes differ."""
         if len(signature.shapes) > 1 and not _can_be_packed(signature):
             return None
-        transport = self._queue.transports.get("cpu")
+        transport = self.queue.transports.get("cpu")
         if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
             return None
         rows, num_members = signature.shapes[0][0] if signature.shapes and signature.shapes[0] else 1, len(self.ranks)
@@ -133,7 +193,7 @@ class RepeatedCalls:
         if signature.device == "cpu":
             return True
         (name,), (shape,) = signature.dtypes, signature.shapes
-        device = self._queue.transports.get(signature.device)
+        device = self.queue.transports.get(signature.device)
         return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
     def carry_out(
@@ -141,79 +201,19 @@ class RepeatedCalls:
         plan: CallPlan,
         tensor: torch.Tensor,
         out: torch.Tensor,
-        wait: Callable[[Request], object] = Request.result,
+        wait: Callable[[Request], object] | None = None,
         targets: Sequence[torch.Tensor] | None = None,
     ) -> bool:
         """Execute the call on a contiguous tensor, into another one or in place. Returns False if it must take the
         ordinary path. If another member is late or does something else, `wait` waits for the call. The plan's last step
         writes `targets`; None: it writes `out`, where a repeated call has its result already.
         """
-        queue, negotiation = self._queue, self._negotiation
-        if not self._is_ready(plan) or not queue.begin_exclusive():
-            return False
-        instance, source, target, ticket, waits = 0, tensor, out, negotiation.ticket, False
-        try:
-            if ticket == negotiation.void:
-                return False
-            if plan.unnamed:
-                with queue.lock:
-                    instance = queue.next_instance(plan.signature)
-            if plan.stage is not None:
-                source = target = plan.stage.fetch(tensor)
-            done, began, moved_s = False, _clock(), meter.transport_s
-            self._describe(plan, source, target, instance)
-            try:
-                since, state = began, plan.call(self._job_at, plan.slice_ns)
-                if state in _UNSETTLED and not plan.slice_ns:
-                    since, state = _clock(), self.call(self._job_at, SLICE_NS)
-                done = state == _DONE and self._settle(plan, ticket, instance, state, since)
-            finally:
-                if not done:  # also if a signal handler raises: other members may have seen the record
-                    request = _request(plan, tensor, out, targets)
-                    queue.leave_unfinished(request, instance, self._in_lane(plan, source, target, ticket, out))
-            waits = not done
-            if done:
-                meter.wait_s += since - began
-                meter.reduce_s += meter.transport_s - moved_s
-                if target is not out:
-                    copy_to_gpu(target, out)
-        finally:
-            queue.end_exclusive(waits)
-        if waits:
-            meter.wait_s += _clock() - began
-            wait(request)
-        elif targets:
-            request = _request(plan, tensor, out, targets)
+        done: bool | None = self._carry_out(plan.parts, tensor, out, wait, targets)
+        if done and targets:
+            request = plan.request(tensor, out, targets)
             request.run_last()
             request.raise_error()
-        return True
-
-    def _is_ready(self, plan: CallPlan) -> bool:
-        """Return whether the native part can execute the call with the current slots."""
-        if plan.num_rings != plan.slots.num_rings:
-            plan.prepare()
-        return bool(plan.address)
-
-    def _describe(self, plan: CallPlan, source: torch.Tensor, target: torch.Tensor, instance: int) -> None:
-        """Describe the call with the next ticket to the native part."""
-        negotiation, step = self._negotiation, plan.slots.step + 1
-        at, rounds, ticket = (source.data_ptr(), target.data_ptr()), negotiation.rounds, negotiation.ticket
-        _pack(self._job, CALL_AT, plan.address, *at, rounds, step, ticket, instance, 0, 0)
-
-    def _settle(self, plan: CallPlan, ticket: int, instance: int, state: int, began: float) -> bool:
-        """Record the result of a call that has moved data since `began`; returns whether it is done."""
-        negotiation = self._negotiation
-        if state != _DONE:
-            if self._job.published:
-                negotiation.void = ticket
-            return False
-        negotiation.ticket = ticket + 1
-        plan.slots.step += plan.num_steps
-        if plan.unnamed:
-            self._queue.planner.note_number(plan.signature.operation, instance)
-        meter.transport_s += _clock() - began
-        meter.num_bytes += plan.num_bytes
-        return True
+        return done is not False
 
     def start(
         self, plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
@@ -222,14 +222,14 @@ class RepeatedCalls:
 
         If the other members can complete their parts without this one, no thread is woken to drive it.
         """
-        queue, request = self._queue, _request(plan, tensor, out, targets)
-        if not self._is_ready(plan) or not queue.start_repeated(request, self._in_lane(plan, tensor, out)):
+        queue, request = self.queue, plan.request(tensor, out, targets)
+        if not plan.is_ready or not queue.start_repeated(request, self.in_lane(plan, tensor, out)):
             return None
         if not request.done and not (plan.is_staged and request in [*queue.lane][:1]):
             queue.wake_background()
         return request
 
-    def _in_lane(
+    def in_lane(
         self,
         plan: CallPlan,
         source: torch.Tensor,
@@ -242,18 +242,18 @@ class RepeatedCalls:
         `ticket`: of its record, if it was begun. `out`: the result on a GPU, if `target` is the host's copy of it.
         """
         stream = None if out is None or out is target else torch.cuda.current_stream(out.device)
+        calls, queue = self.calls, self.queue
 
         def go_on(instance: int, slice_ns: int) -> bool | None:
             nonlocal ticket
-            negotiation, queue = self._negotiation, self._queue
             if not ticket:
-                void = negotiation.ticket == negotiation.void or queue.recorder.timeline is not None
-                if void or not self._is_ready(plan) or not queue.planner.idle:
+                void = calls.next_ticket == calls.void_ticket or queue.recorder.timeline is not None
+                if void or not plan.is_ready or not queue.planner.idle:
                     return False
-                ticket = negotiation.ticket
-                self._describe(plan, source, target, instance)
-            closing, began = queue.status.closing, _clock()
-            state = self.call(self._job_at, slice_ns)
+                ticket, places = calls.next_ticket, (source.data_ptr(), target.data_ptr())
+                self._native.begin(self.calls_at, ctypes.addressof(plan.call), *places, instance)
+            closing, moved_since = queue.status.closing, _clock()
+            state = self._native.repeated(self.calls_at, slice_ns)
             if state in _UNSETTLED:
                 # A late member that will never arrive is an error. An agreed call is executed while the world closes.
                 if state == _MOVING:
@@ -261,7 +261,7 @@ class RepeatedCalls:
                 elif slice_ns:
                     queue.look_around(closing)
                 return None
-            done = self._settle(plan, ticket, instance, state, began)
+            done = self._settle(plan, instance, moved_since)
             if done and stream is not None and out is not None:
                 with torch.cuda.stream(stream):
                     copy_to_gpu(target, out)
@@ -269,24 +269,55 @@ class RepeatedCalls:
 
         return go_on
 
+    def _settle(self, plan: CallPlan, instance: int, began: float) -> bool:
+        """Record the result of a call that has moved data since `began`; returns whether it is done."""
+        if not self._native.settle(self.calls_at, plan.call.turns):
+            return False
+        if plan.signature.name is None:
+            self.queue.planner.note_number(plan.signature.operation, instance)
+        meter.transport_s += _clock() - began
+        meter.num_bytes += plan.call.num_bytes
+        return True
+
 
 def _can_be_packed(signature: Signature) -> bool:
     return signature.kind == Kind.ALLREDUCE and signature.device == "cpu" and len(set(signature.dtypes)) == 1
 
 
-def _request(
-    plan: CallPlan, tensor: torch.Tensor, out: torch.Tensor, targets: Sequence[torch.Tensor] | None = None
-) -> Request:
-    """Return the equivalent request for the ordinary path."""
-    if plan.signature.kind == Kind.BARRIER:
-        return Request(plan.signature)
-    shapes = plan.signature.shapes
-    if len(shapes) == 1:
-        source = tensor.view(shapes[0])
-        request = Request(plan.signature, [source], [source if out is tensor else out], [out])
-    else:
-        parts = [part.view(shape) for part, shape in zip(tensor.split([*map(prod, shapes)]), shapes, strict=True)]
-        request = Request(plan.signature, parts, parts, [out])
-    if plan.last is not None:
-        request.last, request.targets = plan.last, [out] if targets is None else targets
-    return request
+@dataclass(slots=True)
+class KnownAllreduce:
+    """Shared state of the allreduces of one tensor that repeat a call the engine has validated."""
+
+    queue: OperationQueue
+    signature: Signature
+    plan: CallPlan | None = None
+    parts: tuple[Any, ...] | None = None  # of the plan
+
+
+class KnownAllreduces:
+    """Allreduces of one tensor that the engine has validated, by what they look like to the caller.
+
+    `find(tensor, name, op, prescale_factor, postscale_factor, process_set)` returns what is known of calls like this
+    one, the key if nothing is, or None if the ordinary path must look at it. `repeat` does it in place once there is a
+    plan: it returns True, or False if this call must take the ordinary path. Before, it returns the same as `find`.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self.table: dict[object, KnownAllreduce] = {}
+        native = library()
+        self.find: Callable[..., Any] = _nothing
+        self.repeat: Callable[..., Any] = _nothing
+        if native is not None:
+            parts = self.table, torch.Tensor, torch.strided, torch.is_inference_mode_enabled
+            self.find, self.repeat = native.function("known", parts), native.function("again", parts)
+
+    def add(self, key: object, found: KnownAllreduce) -> None:
+        if len(self.table) >= self._MOST:
+            self.table.clear()
+        self.table[key] = found
+
+
+def _nothing(*_: object) -> None:
+    """Know of no call: without the native part."""

@@ -29,7 +29,7 @@ from hora.engine.request import Kind
 from hora.errors import HorovodInternalError
 from hora.tensorflow.kernel import Execution, Work, add_operation
 from hora.torch.basics import rank
-from hora.torch.collective import Collective, hand_over, repeated_allreduce, run
+from hora.torch.collective import Collective, hand_over, repeat_allreduce, run
 
 _ALIGNMENT = 64
 
@@ -175,7 +175,7 @@ def carry_out(
 def _run(collective: Collective, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     kind, name, process_set, op, prescale, postscale, *_ = collective
     if kind is Kind.ALLREDUCE and not collective.grouped:
-        result = repeated_allreduce(tensors[0], False, (name, op, prescale, postscale, process_set))
+        result = repeat_allreduce(tensors[0], name, op, prescale, postscale, process_set)
         if result is not None:
             return [result]
     return run(*_with_splits(collective, tensors))

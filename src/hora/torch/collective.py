@@ -10,26 +10,20 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from torch import Tensor, empty_like, is_inference_mode_enabled, strided
+from torch import Tensor, empty_like
 from torch.autograd.graph import increment_version
 
 from hora import engine
-from hora.engine.queue import OperationQueue
-from hora.engine.repeated import CallPlan
-from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.repeated import CallPlan, KnownAllreduce
+from hora.engine.request import Kind, Reduce, ReduceOp, Request
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import reduce_op
 
-_KEPT = 4096
-
 Tensors = tuple[Tensor, ...]
-# Of an allreduce: name, op, prescale factor, postscale factor, process set.
-Arguments = tuple[str | None, int | None, float, float, ProcessSet]
 
 
 class Collective(NamedTuple):
@@ -68,10 +62,10 @@ def _handle_of(request: Request, collective: Collective) -> int:
     return handle
 
 
-def submit_repeated_allreduce_(tensor: Tensor, call: Arguments) -> int | None:
-    """Start an in-place allreduce that repeats an earlier one; None for any other. Flat for the sake of speed."""
+def submit_repeated_allreduce_(tensor: Tensor, *call: Any) -> int | None:
+    """Start an in-place allreduce that repeats an earlier one; None for any other."""
     runtime = engine.current_runtime()
-    known = _known(runtime, tensor, call)
+    known = _known(runtime, runtime.sets.known_allreduces.find(tensor, *call), tensor, call)
     if known is None or not tensor.is_cpu:
         return None
     request = Request(known.signature, [tensor], [tensor], [tensor])
@@ -85,66 +79,48 @@ def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = F
     return _results(collective, request.result())
 
 
-def repeated_allreduce(tensor: Tensor, in_place: bool, call: Arguments) -> Tensor | None:
-    """Repeat an earlier allreduce on the fast path (`hora.engine.repeated`); None if it needs the general path.
+def repeat_allreduce_(tensor: Tensor, *call: Any) -> Tensor | None:
+    """Repeat an earlier allreduce in place (`hora.engine.repeated`); returns None if it needs the general path.
 
-    Flat, because every operation runs through it: the arguments are interpreted once.
+    Args:
+        tensor: As the user passed it: it is checked here.
+        call: Name, op, prescale factor, postscale factor and process set.
     """
     runtime = engine.current_runtime()
-    known = _known(runtime, tensor, call)
-    if known is None:
+    found = runtime.sets.known_allreduces.repeat(tensor, *call)
+    if found is False:
         return None
-    plan = known.plan
-    if plan is None:
-        plan = known.plan = runtime.sets.repeated_plan(known.queue, known.signature)
-        if plan is None:
+    if found is not True:
+        plan = _plan(runtime, found, tensor, call)
+        if plan is None or not plan.path.carry_out(plan, tensor, tensor):
             return None
-    if not in_place:
-        out = empty_like(tensor)
-        return out if plan.path.carry_out(plan, tensor, out) else None
-    if not plan.path.carry_out(plan, tensor, tensor):
-        return None
     increment_version(tensor)  # the engine wrote the bytes without autograd
     return tensor
 
 
-@dataclass(slots=True)
-class _KnownAllreduce:
-    """Shared state of the allreduces of one tensor that repeat a call the engine has validated."""
-
-    queue: OperationQueue
-    signature: Signature
-    plan: CallPlan | None = None  # of the fast path, once it exists
-
-
-def _known(runtime: engine.Runtime, tensor: Tensor, call: Arguments) -> _KnownAllreduce | None:
-    """Return the state shared by calls like this one.
-
-    None if there has been no such call, or if the engine cannot read and write the tensor's memory directly.
-    """
-    name, op, prescale, postscale, process_set = call
-    try:
-        device, set_id = tensor.device, process_set.process_set_id
-        key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
-        known: _KnownAllreduce | None = runtime.sets.known_allreduces.get(key)
-    except (AttributeError, TypeError):  # no tensor or no process set: the general path reports it
+def repeat_allreduce(tensor: Tensor, *call: Any) -> Tensor | None:
+    """Like `repeat_allreduce_`, into a new tensor."""
+    runtime = engine.current_runtime()
+    plan = _plan(runtime, runtime.sets.known_allreduces.find(tensor, *call), tensor, call)
+    if plan is None:
         return None
-    if (
-        type(tensor) is not Tensor
-        or tensor.layout is not strided
-        or tensor.requires_grad
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.is_inference()
-        or is_inference_mode_enabled()
-        or not (tensor.is_cpu or tensor.is_cuda)
-    ):
-        return None
-    return known or _learn(runtime, key, tensor, call)
+    out = empty_like(tensor)
+    return out if plan.path.carry_out(plan, tensor, out) else None
 
 
-def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -> _KnownAllreduce | None:
-    """Record what calls like this one share, if the engine has validated one; invalid arguments are never recorded."""
+def _plan(runtime: engine.Runtime, found: Any, tensor: Tensor, call: tuple[Any, ...]) -> CallPlan | None:
+    """Return the plan of a call that was looked up, if there is one; it is made as soon as that is possible."""
+    known = _known(runtime, found, tensor, call)
+    if known is not None and known.plan is None:
+        plan = known.plan = runtime.sets.repeated_plan(known.queue, known.signature)
+        known.parts = None if plan is None else plan.parts
+    return None if known is None else known.plan
+
+
+def _known(runtime: engine.Runtime, found: Any, tensor: Tensor, call: tuple[Any, ...]) -> KnownAllreduce | None:
+    """Return what is known of a call that was looked up (`KnownAllreduces`). Invalid arguments are never recorded."""
+    if type(found) is not tuple:
+        return found
     name, op, prescale, postscale, process_set = call
     if not isinstance(name, (str, NoneType)):
         return None
@@ -157,9 +133,8 @@ def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, call: Arguments) -
     signature = queue.validator.known_allreduce(tensor, name, Reduce(wanted, float(prescale), float(postscale)))
     if signature is None:
         return None
-    if len(runtime.sets.known_allreduces) >= _KEPT:
-        runtime.sets.known_allreduces.clear()
-    known = runtime.sets.known_allreduces[key] = _KnownAllreduce(queue, signature)
+    known = KnownAllreduce(queue, signature)
+    runtime.sets.known_allreduces.add(found, known)
     return known
 
 

@@ -18,7 +18,8 @@ from hora.torch.autograd import differentiable
 from hora.torch.collective import (
     Collective,
     Tensors,
-    repeated_allreduce,
+    repeat_allreduce,
+    repeat_allreduce_,
     run,
     submit,
     submit_repeated_allreduce_,
@@ -112,7 +113,7 @@ def allreduce(
     if average is not None:
         op = handle_average_backwards_compatibility(op, average)
     if compression is Compression.none:
-        result = repeated_allreduce(tensor, False, (name, op, prescale_factor, postscale_factor, process_set))
+        result = repeat_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
         if result is not None:
             return result
     op = handle_average_backwards_compatibility(op, None)
@@ -144,7 +145,7 @@ def allreduce_async_(
             call.
     """
     if average is None:
-        handle = submit_repeated_allreduce_(tensor, (name, op, prescale_factor, postscale_factor, process_set))
+        handle = submit_repeated_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
         if handle is not None:
             return handle
     op = handle_average_backwards_compatibility(op, average)
@@ -176,7 +177,7 @@ def allreduce_(
             call.
     """
     if average is None:
-        result = repeated_allreduce(tensor, True, (name, op, prescale_factor, postscale_factor, process_set))
+        result = repeat_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
         if result is not None:
             return result
     op = handle_average_backwards_compatibility(op, average)

@@ -85,8 +85,6 @@ class SharedMemoryNegotiation(Negotiation):
         self._round = Counter(memory, 2 * num_members * line)
         self._bell = Counter(memory, (2 * num_members + 1) * line)
         self._asleep = Counter(memory, (2 * num_members + 1) * line + 8)  # whether the coordinator waits for it
-        self.ticket = 1  # the next one
-        self.void = 0  # a ticket that was published and not settled: never reused
         self._calls_at = (2 * num_members + 2) * line
         self.tickets = Counters(memory, self._calls_at, member, num_members, stride=_CALL_BYTES)
         self._native, self._group_at = native_part(), ctypes.addressof(self.tickets.group)
@@ -99,6 +97,14 @@ class SharedMemoryNegotiation(Negotiation):
         self._readers = [Reader(self._interned) for _ in range(num_members)]
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
         self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round
+        self.calls = Repeated(  # where records are, and where to see that all announcements are agreed
+            group=self.tickets.group,
+            heads=self._heads[0].address,
+            head_bytes=2 * LINE_BYTES,
+            round=self._round.address,
+            fed=ctypes.addressof(self._fed_by_round),
+            next_ticket=1,
+        )
         self._head = 0
         self._free_from = 0  # all members have read this rank's ring up to here
         self._overflow = bytearray()
@@ -138,17 +144,13 @@ class SharedMemoryNegotiation(Negotiation):
 
     # Without a round: nothing is announced while a member holds a ticket.
 
-    def describe_to(self, job: Repeated) -> None:
-        """Describe to the native part where records are, and where to see that all announcements are agreed."""
-        job.group, job.heads, job.round = self.tickets.group, self._heads[0].address, self._round.address
-        job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 2 * LINE_BYTES
-
     def waiting_requests(self) -> WaitingRequests:
         found: WaitingRequests = {}
-        at = self._calls_at + MEMBER_BYTES + self.ticket % _NUM_CALL_RECORDS * _CALL_RECORD.size
+        next_ticket = self.calls.next_ticket
+        at = self._calls_at + MEMBER_BYTES + next_ticket % _NUM_CALL_RECORDS * _CALL_RECORD.size
         for member, counter in enumerate(self.tickets.counters):
             ticket, digest, instance = _CALL_RECORD.unpack_from(self._memory, at + member * _CALL_BYTES)
-            if counter.value == ticket == self.ticket:
+            if counter.value == ticket == next_ticket:
                 for signature in [known for known in list(self._interned) if known.digest() == digest]:
                     found.setdefault((signature, instance), [None] * self._num_members)[member] = signature
         return found
@@ -159,7 +161,7 @@ class SharedMemoryNegotiation(Negotiation):
         if not (self._follow(planner) if self._member else self._lead(planner)):
             return None
         batches = planner.close_round()
-        self.ticket = self.rounds * _TICKETS_PER_ROUND + 1
+        self.calls.rounds, self.calls.next_ticket = self.rounds, self.rounds * _TICKETS_PER_ROUND + 1
         self._fed_by_round[:] = list(self._fed)
         self._rounds_done[self._member].store(self.rounds)
         return batches

@@ -1,9 +1,10 @@
-"""The native part: `native.c` as a library, built by a C compiler at installation or contained in the wheel.
+"""The native part: `calls.c` as a library, built by a C compiler at installation or contained in the wheel.
 
-`ctypes` calls the library, which is independent of Python's version; long calls release the GIL. `library` returns None
-with HORA_NATIVE=0, without a compiler, on an unsupported processor, and if it was built from other sources. Then ranks
-share no memory: all data goes over sockets, slowly, with the same bits. `absence` returns the reason, for `hora doctor`
-and `--check-build`.
+`ctypes` loads it and calls its functions; long calls release the GIL. The functions that the library itself makes for
+Python (`Library.function`) save what `ctypes` takes; they use Python's stable ABI, so one library is for every version.
+`library` returns None with HORA_NATIVE=0, without a compiler, on an unsupported processor, and if it was built from
+other sources. Then ranks share no memory: all data goes over sockets, slowly, with the same bits. `absence` returns the
+reason, for `hora doctor` and `--check-build`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ctypes
 import os
 import platform
 import re
-import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -50,11 +50,13 @@ _TYPES = {
     "uint8": ctypes.c_uint8,
     "char": ctypes.c_uint8,
     "double": ctypes.c_double,
+    "object": ctypes.py_object,
 }
+_FUNCTIONS = ("carry_out", "known", "again")  # of Python (calls.c), in the order of `hora_function`
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: str, result: str = "") -> Any:
-    """Return a function of native.c; without a result by default."""
+    """Return a function in C; without a result by default."""
     found = getattr(library, f"hora_{name}")
     found.argtypes, found.restype = [_TYPES[kind] for kind in arguments.split()], _TYPES[result] if result else None
     return found
@@ -139,6 +141,16 @@ class CollectiveStruct(ctypes.Structure):
     """A collective through a ring, and its progress."""
 
 
+@described("call")
+class Call(ctypes.Structure):
+    """What a caller keeps of a signature: pointers to structures that are described below, and facts."""
+
+
+@described("turns")
+class Turns(ctypes.Structure):
+    """How often a group of members has changed its ring, and the ring's steps."""
+
+
 @described("spec")
 class Spec(ctypes.Structure):
     """The common part of all collectives with one signature."""
@@ -146,7 +158,7 @@ class Spec(ctypes.Structure):
 
 @described("repeated")
 class Repeated(ctypes.Structure):
-    """Repeated collectives of one tensor, one after the other; `CALL` writes the fields that belong to one call."""
+    """Repeated collectives of one tensor, one after the other."""
 
 
 @described("pipe")
@@ -159,13 +171,8 @@ class MessageCall(ctypes.Structure):
     """A message that a thread waits for."""
 
 
-# Spec, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
-CALL = struct.Struct("<QQQqqq16xqii")
-CALL_AT = Repeated.spec.offset
-
-
 class Library:
-    """The functions of native.c."""
+    """The functions of native.c and calls.c."""
 
     def __init__(self, path: Path) -> None:
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
@@ -187,13 +194,18 @@ class Library:
         self.fence, self.nudge = _function(short, "fence", ""), _function(short, "nudge", "pointer")
         self.add = _function(short, "add", "pointer int64", "int64")
         # -1: the members' calls differ, 0: a member is missing, 1: done, 2: agreed, in progress.
-        self.repeated, self.short_repeated = (
-            _function(kind, "repeated", "pointer int64", "int32") for kind in (long, short)
-        )
+        self.repeated = _function(long, "repeated", "pointer int64", "int32")
+        self.begin = _function(short, "begin", "pointer pointer pointer pointer int64")
+        self.settle = _function(short, "settle", "pointer pointer", "int32")
+        self._function = _function(short, "function", "int32 object", "object")
         self.pipe_move = _function(long, "pipe_move", "pointer pointer int64 int32", "int64")
         self.message = _function(long, "message", "pointer int64", "int32")
         self.try_send, self.short_try_send = (_function(kind, "try_send", "pointer", "int32") for kind in (long, short))
         self.try_receive = _function(long, "try_receive", "pointer", "int32")
+
+    def function(self, name: str, known: tuple[Any, ...] = ()) -> Any:
+        """Return a function of calls.c, with what it knows from the start."""
+        return self._function(_FUNCTIONS.index(name), known)
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Return whether the library can sum this dtype on this processor."""

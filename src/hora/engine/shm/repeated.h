@@ -15,10 +15,25 @@ struct record {
     int64_t instance;
 };
 
-struct spec { /* the common part of all requests with one signature */
+struct spec { /* the common part of all requests with one signature, for one ring */
     struct job job;
     uint8_t digest[16];
+    int64_t num_steps; /* of the ring */
     int32_t staged;
+};
+
+struct turns { /* of a group of members, which changes its ring now and then */
+    int64_t num_rings; /* so far */
+    int64_t step;      /* the last one taken */
+};
+
+struct call { /* what a caller keeps of a signature */
+    const struct spec *spec; /* NULL: the ordinary path */
+    struct repeated *repeated;
+    struct turns *turns;
+    int64_t num_rings; /* when the spec was made */
+    int64_t num_bytes;
+    int32_t is_brief, is_unnamed, is_on_gpu;
 };
 
 struct repeated {
@@ -26,13 +41,17 @@ struct repeated {
     const char *heads; /* member 0's announcements; the next member's are `head_bytes` further on */
     const int64_t *round, *fed; /* the last round; this member's position in the announcements */
     int64_t head_bytes;
-    int32_t late; /* the member that the last wait missed */
+    int64_t rounds;             /* that this member has done */
+    int64_t next_ticket;        /* of the next call */
+    int64_t void_ticket;        /* that was published and not settled: never reused */
+    int64_t num_done, num_void; /* calls so far */
+    int32_t late;               /* the member that the last wait missed */
     /* Of one call. */
     const struct spec *spec;
     const void *source;
     void *out;
-    int64_t rounds, step;
-    struct record record; /* native.py leaves the digest to `spec` */
+    int64_t step;
+    struct record record;
     int32_t published, state;
     struct job job;
     int64_t bounds[2]; /* of the tensor */
@@ -147,4 +166,22 @@ int hora_repeated(struct repeated *it, long slice_ns) {
         return MOVING;
     }
     return it->state = DONE;
+}
+
+/* Describe a call, which takes the next ticket. */
+void hora_begin(struct repeated *it, const struct call *call, const void *source, void *out, int64_t instance) {
+    it->spec = call->spec, it->source = source, it->out = out, it->step = call->turns->step + 1;
+    it->record.ticket = it->next_ticket, it->record.instance = instance;
+    it->published = 0, it->state = WAITING;
+}
+
+/* Take a call that is done or different into account; return whether it is done. */
+int hora_settle(struct repeated *it, struct turns *turns) {
+    if (it->state != DONE) {
+        if (it->published) it->void_ticket = it->record.ticket;
+        return it->num_void++, 0;
+    }
+    it->next_ticket = it->record.ticket + 1;
+    turns->step += it->spec->num_steps;
+    return it->num_done++, 1;
 }

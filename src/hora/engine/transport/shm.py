@@ -88,7 +88,7 @@ class ShmGroup(PeerGroup):
         super().__init__(membership)
         self._library, self._segment_provider = native.native_part(), segment_provider
         self._memory = contextlib.ExitStack()
-        self.num_rings = 0  # so far: state for one is invalid for the next
+        self.turns = native.Turns()
         self._make_ring(SMALL_SLOT_BYTES)
 
     def _make_ring(self, slot_bytes: int) -> None:
@@ -100,7 +100,7 @@ class ShmGroup(PeerGroup):
         self._counters = counters = Counters(segment.memory, 0, self.member, num_members)
         self._memory.callback(counters.close)
         self._notes = self._memory.enter_context(memoryview(segment.memory).cast("q"))
-        self.step = 0  # the last one taken
+        self.step = 0
         self.ring = native.RingStruct(
             slots=counters.address + slots_at,
             results=counters.address + results_at,
@@ -109,8 +109,22 @@ class ShmGroup(PeerGroup):
             ahead=AHEAD,
             group=counters.group,
         )
-        self.num_rings += 1  # after the ring itself: other threads prepare calls for the ring that they see
+        self.turns.num_rings += 1  # after the ring itself: other threads prepare calls for the ring that they see
         earlier.close()
+
+    @property
+    def num_rings(self) -> int:
+        """So many rings so far: state for one is invalid for the next."""
+        return int(self.turns.num_rings)
+
+    @property
+    def step(self) -> int:
+        """The last step taken."""
+        return int(self.turns.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.turns.step = step
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether the ring is large enough for this much data; otherwise one with larger slots is needed."""
