@@ -21,9 +21,9 @@ def tree(tmp_path_factory):
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    names = ("hatch_build.py", "hatch_version.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore")
-    for name in ("pyproject.toml", *names):
-        shutil.copy(ROOT / name, folder / name)
+    names = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore")
+    for path in (*ROOT.glob("hatch_*.py"), *(ROOT / name for name in names)):
+        shutil.copy(path, folder / path.name)
     return folder
 
 
