@@ -109,8 +109,8 @@ docs: $(STAMP)
 	$(PAGES)
 
 # The site of this version on the branch gh-pages, beside those of other versions, as the latest one. PUSH=--push publishes it.
-site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases "$$($(BIN)/python hatch_version.py)" latest
+site: docs
+	HORA_STRICT_PAGES=false PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases "$$($(BIN)/python hatch_version.py)" latest
 	$(BIN)/mike set-default $(PUSH) latest
 
 format: $(STAMP)
