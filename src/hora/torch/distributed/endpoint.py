@@ -75,7 +75,7 @@ class Endpoint(Collectives):
 
     def get_error(self) -> Any:
         """Return why the group cannot be used any more, as torch's `ErrorType`."""
-        if self._runtime.status.broken:
+        if self._queue.status.broken:  # the group's own: it ends before the world does, and may outlive that
             return c10d.ErrorType.COMM_ERROR
         return c10d.ErrorType.TIMEOUT if self._has_timed_out else c10d.ErrorType.SUCCESS
 
