@@ -143,7 +143,8 @@ def _advice_of_elastic_job() -> str:
         return ""
     return (
         "The job was started to go on without lost ranks (--min-np), but the program does not: call its training "
-        "function through @hvd.elastic.run, or protect its DistributedDataParallel with hora.elastic.protect.\n"
+        "function through @hvd.elastic.run, or protect its DistributedDataParallel with hora.elastic.protect. For a "
+        "script of one process, `hora init --from SCRIPT --elastic NEW` writes a copy that does.\n"
     )
 
 
