@@ -49,6 +49,15 @@ def test_300_cycles_leave_nothing_behind():
     assert me.memory_info().rss - rss_before < 10 * 2**20
 
 
+@pytest.mark.ranks(2)
+def test_news_of_a_death_while_a_world_is_being_closed_is_no_error():
+    hvd.init()
+    report = current_runtime().peers.control_tree._events.lost
+    other = 1 - hvd.rank()
+    hvd.shutdown()
+    report(other)  # as the control tree's thread may, until `close` has stopped it
+
+
 @pytest.mark.parametrize("where", ["submit", "drive"])
 @pytest.mark.ranks(1, 2)
 def test_a_signal_handler_may_shut_down_at_any_point(where):

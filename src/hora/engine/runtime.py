@@ -62,7 +62,7 @@ class Runtime:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
                 events = ControlEvents(
-                    lost=lambda rank: self._broken(self.peers.lost(rank), rank),
+                    lost=self._on_lost,
                     leaving=self._on_leaving,
                     fault=self._broken,
                     negotiating=self.sets.deliver,
@@ -114,7 +114,8 @@ class Runtime:
 
     @property
     def _control_tree(self) -> ControlTree | None:
-        return None if self._bootstrap is None else self._bootstrap.control_tree
+        bootstrap = self._bootstrap  # read once: `close` removes it, on another thread
+        return None if bootstrap is None else bootstrap.control_tree
 
     @property
     def hosts(self) -> list[list[int]]:
@@ -231,8 +232,8 @@ class Runtime:
             if bootstrap is not None:
                 near = bootstrap.beside(range(self.world.size))
                 ways = bootstrap.open_sealed_stream, bootstrap.accept_sealed_stream
-            if len(near) > 1:
-                segment = self.peers.share("messages", near, Messages.num_bytes(len(near)))
+            if bootstrap is not None and len(near) > 1:
+                segment = bootstrap.share("messages", near, Messages.num_bytes(len(near)))
             self._messages = Messages(self.world.rank, near, segment, self.status, self.sets.status, *ways)
         return self._messages
 
@@ -283,8 +284,9 @@ class Runtime:
         self.status.gone(rank, text)
 
     def _report_fault(self, text: str) -> None:
-        if self._control_tree is not None:
-            self._control_tree.report_fault(self.world.rank, text)
+        control_tree = self._control_tree
+        if control_tree is not None:
+            control_tree.report_fault(self.world.rank, text)
 
     def _wake(self) -> None:
         """Wake the threads that wait for other members, so that they recheck the world's status."""
@@ -305,9 +307,15 @@ class Runtime:
     # What the control tree reports, on its thread.
 
     def _broken(self, text: str, lost: int | None = None) -> None:
+        control_tree = self._control_tree
         self.status.fault(text, lost=lost)
-        if self._control_tree is not None:
-            self._control_tree.stop_waiting(self.status.reason)
+        if control_tree is not None:
+            control_tree.stop_waiting(self.status.reason)
+
+    def _on_lost(self, rank: int) -> None:
+        bootstrap = self._bootstrap  # None: this rank has closed its world, and the control tree is about to stop
+        if bootstrap is not None:
+            self._broken(bootstrap.lost(rank), rank)
 
     def _on_leaving(self, rank: int, why: str) -> None:
         self.status.close(why, by=rank)
