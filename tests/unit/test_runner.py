@@ -23,7 +23,7 @@ def test_the_signature_is_horovods():
         *("cooldown_range", "hosts", "hostfile", "host_discovery_script", "start_timeout", "ssh_port"),
         *("ssh_identity_file", "disable_cache", "output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args"),
         *("network_interface", "network_interfaces", "executable", "np", "min_np", "max_np"),
-        "dashboard",  # Hora's own, after all of Horovod's
+        *("dashboard", "spares"),  # Hora's own, after all of Horovod's
     ]
     defaults = {name: p.default for name, p in parameters.items() if p.default not in (None, inspect.Parameter.empty)}
     assert defaults == {"args": (), "num_proc": 1}
