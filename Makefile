@@ -21,7 +21,7 @@ help:
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a separate virtual environment"
 	@echo "make test-slow                  the slow tests, which make test leaves out"
 	@echo "make test-security              attacks and old defects, through public names only; more of them as root"
-	@echo "make test-mlflow                reports to a real MLflow server; installs MLflow"
+	@echo "make test-mlflow                reports to a real MLflow server and to wandb; installs both"
 	@echo "make test-ray RAY=2.60          horovod.ray on a real Ray cluster of two nodes; installs that Ray"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras with Keras 2 and 3; installs TensorFlow"
 	@echo "make test-torch-distributed     torch's own tests of a distributed backend, on 2, 3 and 4 ranks; Accelerate, transformers, Lightning; up to an hour"
@@ -219,8 +219,8 @@ test-torch-distributed: $(STAMP)
 
 # MLflow brings a server and a hundred megabytes: `make test` leaves these tests out where it is not there.
 test-mlflow: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt mlflow optuna
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_mlflow.py
+	$(BIN)/python -m pip install --quiet -c constraints.txt mlflow optuna wandb
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_mlflow.py tests/integration/test_wandb.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs tests/integration/test_docs.py -k "mlflow or hyperparameters"
 
 # Hosts are network namespaces: as root, and minutes of two cores.
