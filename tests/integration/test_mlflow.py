@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -34,10 +36,15 @@ def server(tmp_path_factory):
     command = ["--backend-store-uri", f"sqlite:///{folder}/runs.db", "--artifacts-destination", str(folder / "files")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     uri, limit = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # four processes more that nothing uses
     with (
         open(folder / "server.txt", "wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *command], stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-m", "mlflow", "server", *command],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environ,
         ) as process,
     ):
         try:
@@ -184,20 +191,48 @@ def test_reports_go_on_when_the_server_returns(tracked, server, monkeypatch):
     assert tracked.get_run(run_id).data.metrics["a strange name_"] == 3.0
 
 
-def test_ranks_are_given_the_access_of_a_databricks_notebook(monkeypatch):
-    monkeypatch.setenv("DATABRICKS_HOST", "https://example.cloud.databricks.com")
-    monkeypatch.setenv("DATABRICKS_TOKEN", "dapi-secret")
-    mlflow.set_tracking_uri("databricks")
+WORKSPACE = {"DATABRICKS_HOST": "https://example.cloud.databricks.com", "DATABRICKS_TOKEN": "dapi-secret"}
+
+
+def databricks_access(uri, **environ):
+    mlflow.set_tracking_uri(uri)
     try:
-        given = Tracking.wanted({"HORA_REPORT": "mlflow"}).variables()
+        return Tracking.wanted({"HORA_REPORT": "mlflow", **environ}).variables()
     finally:
         mlflow.set_tracking_uri(None)
-    assert given == {
-        "HORA_REPORT": "mlflow",
-        "MLFLOW_TRACKING_URI": "databricks",
-        "DATABRICKS_HOST": "https://example.cloud.databricks.com",
-        "DATABRICKS_TOKEN": "dapi-secret",
-    }
+
+
+@pytest.fixture
+def profile(tmp_path, monkeypatch):
+    """Write a profile of Databricks' configuration file for a workspace on this port."""
+
+    def write(port):
+        (tmp_path / "databrickscfg").write_text(f"[birds]\nhost = http://127.0.0.1:{port}\ntoken = dapi-birds\n")
+        monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "databrickscfg"))
+
+    return write
+
+
+def test_ranks_are_given_the_access_of_the_environment():
+    given = databricks_access("databricks", **WORKSPACE)
+    assert given == {"HORA_REPORT": "mlflow", "MLFLOW_TRACKING_URI": "databricks", **WORKSPACE}
+
+
+def test_ranks_are_given_the_access_of_a_profile(profile):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as workspace:
+        threading.Thread(target=workspace.serve_forever, daemon=True).start()
+        profile(workspace.server_port)
+        given = databricks_access("databricks://birds")
+        workspace.shutdown()
+    access = {"DATABRICKS_HOST": f"http://127.0.0.1:{workspace.server_port}", "DATABRICKS_TOKEN": "dapi-birds"}
+    assert given == {"HORA_REPORT": "mlflow", "MLFLOW_TRACKING_URI": "databricks", **access}
+
+
+def test_a_workspace_that_is_away_delays_the_job_only_for_a_while(profile, monkeypatch, caplog):
+    monkeypatch.setattr("hora.watch.tracking._BEGIN_S", 0.5)
+    profile(free_port())
+    assert databricks_access("databricks://birds") == {"HORA_REPORT": "mlflow", "MLFLOW_TRACKING_URI": "databricks"}
+    assert "no answer within 0.5 s; the job has no access to the workspace" in caplog.text
 
 
 @pytest.mark.spark

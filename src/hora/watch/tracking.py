@@ -58,7 +58,7 @@ class Tracking:
             uri = str(mlflow.get_tracking_uri())
             found["MLFLOW_TRACKING_URI"] = uri
             if uri.startswith("databricks"):
-                found |= _databricks_access(uri) | {"MLFLOW_TRACKING_URI": "databricks"}
+                found |= self._databricks_access(uri) | {"MLFLOW_TRACKING_URI": "databricks"}
         if self.run_id:
             found["MLFLOW_RUN_ID"] = self.run_id
         return found
@@ -78,6 +78,16 @@ class Tracking:
             self._beginning.join(_END_S)
         if self._client is not None:
             self._limited(lambda: self._conclude(outcome, text, verdict), _END_S, "has no verdict there")
+
+    def _databricks_access(self, uri: str) -> dict[str, str]:
+        """Return host and token of the workspace, unless the ranks have them from the environment anyway."""
+        if uri == "databricks" and {"DATABRICKS_HOST", "DATABRICKS_TOKEN"} <= self._environ.keys():
+            return {}
+        if "DATABRICKS_RUNTIME_VERSION" in self._environ:  # a notebook: its context belongs to this thread
+            return _databricks_access(uri)
+        found: dict[str, str] = {}  # the SDK calls a workspace that is away for five minutes
+        self._limited(lambda: found.update(_databricks_access(uri)), _BEGIN_S, "has no access to the workspace")
+        return {**found}
 
     def _create(self, title: str) -> None:
         client = mlflow_client()
