@@ -80,10 +80,22 @@ class SparkDatasetConverter:
         reader_pool_type: str = "thread",
         reader_pool_bytes: int = POOL_BYTES,
     ) -> Iterator[Any]:
-        """Yield a loader of dicts from column to tensor. With `num_epochs` None it is endless.
+        """Yield a loader of dicts from column to tensor.
 
-        `transform_spec` is a function on pandas DataFrames, or an object whose `func` is one. `reader_pool_bytes` is
-        the memory for rows that are shuffled.
+        Args:
+            batch_size: Rows of a batch.
+            num_epochs: Passes over this rank's rows; None: endlessly.
+            workers_count: Threads that read ahead; by default 4.
+            shuffling_queue_capacity: More than 0: rows come in random order, whatever `shuffle_row_groups` says.
+            data_loader_fn: What makes the loader from a dataset; by default torch's `DataLoader`.
+            cur_shard: Which share of the rows; by default this rank's.
+            shard_count: How many shares there are; by default the number of ranks.
+            schema_fields: The columns to read; None: all.
+            shuffle_row_groups: Whether row groups come in random order.
+            seed: Of that order; the same on every rank.
+            transform_spec: A function on pandas DataFrames, or an object whose `func` is one.
+            reader_pool_type: "dummy": read in the calling thread.
+            reader_pool_bytes: Memory for rows that are shuffled.
         """
         if (cur_shard is None) != (shard_count is None):
             raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
@@ -161,7 +173,11 @@ def make_spark_converter(
     """Write a DataFrame to the cache directory unless it is there, or open the Parquet directory or Delta table at this
     URL. A table stays at the version that it has now, or at that of `table@v5`.
 
-    `dtype`: the type for all floating-point columns; None leaves them unchanged.
+    Args:
+        df: The DataFrame, or the URL.
+        parquet_row_group_size_bytes: Size of a row group: what a rank reads at once.
+        compression_codec: A codec of Parquet, such as "snappy"; None: uncompressed.
+        dtype: The type for all floating-point columns; None leaves them unchanged.
     """
     if dtype not in ("float32", "float64", None):
         raise ValueError(f"dtype must be float32, float64 or None, but it is {dtype!r}")

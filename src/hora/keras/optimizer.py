@@ -28,7 +28,16 @@ def load_model(
     compression: Any = None,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model with the given Keras and wrap its optimizer."""
+    """Load a model with the given Keras and wrap its optimizer.
+
+    Args:
+        keras: The package: Keras 3, or `tf_keras`.
+        filepath: Of the saved model.
+        custom_optimizers: Optimizers of the user that the model may have.
+        custom_objects: Other objects of the user that the model needs, by name.
+        compression: How gradients travel; by default uncompressed.
+        legacy_opts: Whether to use Keras 2's legacy optimizers.
+    """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     if getattr(model, "optimizer", None) is not None:

@@ -288,7 +288,20 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Return settings for an executor; `kwargs` are further ones of `ElasticSettings`."""
+        """Return settings for an executor.
+
+        Args:
+            min_num_proc: Smallest number of workers.
+            max_num_proc: Largest number; by default the cluster's slots.
+            reset_limit: Largest number of membership changes; by default unlimited.
+            elastic_timeout: Seconds to wait for enough slots after a change.
+            timeout_s: Time limit for the workers to start and meet.
+            ssh_identity_file: Without effect: Ray uses no ssh.
+            nics: Network interfaces to use; by default those that reach the driver.
+            min_np: Old name of `min_num_proc`.
+            max_np: Old name of `max_num_proc`.
+            **kwargs: Further settings of `ElasticSettings`.
+        """
         fewest = renamed("min_np", min_np, "min_num_proc", min_num_proc)
         return ElasticSettings(
             discovery=None,

@@ -87,7 +87,16 @@ class RayExecutor:
         nics: Collection[str] | None = None,
         verbose: int = 1,
     ) -> MiniSettings:
-        """Return settings for an executor. Ray uses no ssh: `ssh_str` and `ssh_identity_file` have no effect."""
+        """Return settings for an executor.
+
+        Args:
+            timeout_s: Time limit for the workers to start and meet.
+            ssh_identity_file: Without effect: Ray uses no ssh.
+            ssh_str: Without effect, too.
+            placement_group_timeout_s: Time limit for the cluster to have the resources.
+            nics: Network interfaces to use; by default those that reach the driver.
+            verbose: 2 shows the launcher's own messages.
+        """
         if ssh_str is not None:
             warnings.warn("ssh_str has no effect: nothing uses ssh on Ray, and no key is written", stacklevel=2)
         return MiniSettings(
@@ -150,8 +159,12 @@ class RayExecutor:
     ) -> None:
         """Acquire the cluster's resources and, with a fixed size, start the workers, each with its `executable_cls(…)`.
 
-        `extra_env_vars`: for the workers, from the start of their processes on. `runtime_env`: of these processes, as
-        for Ray's actors (`env_vars`, `pip`, …).
+        Args:
+            executable_cls: A class of which each worker keeps an instance, for `execute`.
+            executable_args: Its positional arguments.
+            executable_kwargs: Its keyword arguments.
+            extra_env_vars: For the workers, from the start of their processes on.
+            runtime_env: Of these processes, as for Ray's actors (`env_vars`, `pip`, …).
         """
         if runtime_env is not None and not isinstance(runtime_env, Mapping):
             raise ValueError(f"runtime_env must be a dict, as for Ray's actors, but it is {runtime_env!r}")
@@ -182,10 +195,15 @@ class RayExecutor:
         *,
         datasets: Any = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on all workers; returns values in rank order. `callbacks` get what workers log.
+        """Call a function on all workers; returns its values in rank order.
 
-        `datasets`: a Ray dataset, or a dict of some by name. The function gets its rank's shard from
-        `get_dataset_shard`.
+        Args:
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            callbacks: They get what the workers log with `ray_logger`.
+            datasets: A Ray dataset, or a dict of some by name. The function gets its rank's shard from
+                `get_dataset_shard`.
         """
         self._must_run()
         found = named(datasets)

@@ -190,7 +190,14 @@ def send_to_data_service(
 ) -> Any:
     """Return the dataset as the service's workers prepare it.
 
-    With `reuse_dataset` all ranks share its elements, otherwise each gets all; `round_robin`: in turns.
+    Args:
+        dataset: A `tf.data.Dataset`, the same on every rank.
+        compute_config: Where the service is, from its file.
+        rank: This process's rank.
+        size: The number of ranks; needed with `round_robin`.
+        processing_mode: How the service's workers divide the dataset, as in `tf.data.experimental.service`.
+        reuse_dataset: Whether all ranks share the elements; otherwise each gets all.
+        round_robin: With `reuse_dataset`: the ranks get elements in turns.
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(

@@ -186,7 +186,17 @@ def evaluate(
     device: torch.device | str = "cpu",
     prefix: str = "valid",
 ) -> dict[str, float]:
-    """Return mean loss and metrics over all rows of all ranks; the model's mode is restored."""
+    """Return mean loss and metrics over all rows of all ranks; the model's mode is restored.
+
+    Args:
+        model: The network.
+        loader: Batches of this rank's rows.
+        loss: The loss of a batch, from predictions and labels.
+        metrics: More numbers of a batch, by name.
+        recipe: Precision, and how a batch is divided; by default plain.
+        device: Where the model is.
+        prefix: What stands before each name of the result.
+    """
     where = torch.device(device)
     objective = Supervised(loss, metrics or {}, where)
     return score_all(model, loader, objective, recipe=recipe or Recipe(), device=where).means(prefix)

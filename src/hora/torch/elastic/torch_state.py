@@ -118,10 +118,17 @@ class TorchState(ObjectState):
             last.remember()
 
     def persist(self, folder: str | Path, *, keep: int = 3, every: int = 1) -> bool:
-        """Write every `every`-th commit to a folder on rank 0 from now on, and keep the last `keep` there.
+        """Write commits to a folder on rank 0 from now on. If it has some, load the newest one into this state.
 
-        If the folder has commits, load the newest one into this state; returns whether it did. Call this on all ranks
-        before the elastic loop. The folder must be one that rank 0 finds again: a shared one in jobs on several hosts.
+        Call this on all ranks before the elastic loop.
+
+        Args:
+            folder: One that rank 0 finds again: a shared one in jobs on several hosts.
+            keep: How many commits to keep there.
+            every: Write each commit whose number this divides.
+
+        Returns:
+            Whether a commit was loaded.
         """
         for name, value in (("keep", keep), ("every", every)):
             if value < 1:
