@@ -41,11 +41,12 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
+    from hora.engine import current_runtime
     from hora.torch.distributed.creation import create
     from hora.torch.protection.automatic import watch_models
 
     made = create(options, backend_options, hooked=_calls_are_hooked())
-    watch_models()
+    watch_models(current_runtime().world)
     return made
 
 
@@ -103,6 +104,10 @@ def _meet(world: Any, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int,
     from hora.engine.rendezvous import open_torch_store
 
     world = current_place(world)
+    if os.environ.get("HORA_ELASTIC_PER_STEP"):  # whatever the backend is: models of others are refused
+        from hora.torch.protection.automatic import watch_models
+
+        watch_models(world)
     if is_newcomer(world):  # alone
         from torch._C._distributed_c10d import HashStore
 

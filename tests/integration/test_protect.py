@@ -133,6 +133,81 @@ def test_a_newcomer_cannot_find_its_place_in_a_loop_that_is_not_changed(tmp_path
     assert "a newcomer cannot find the place that the other ranks have reached" in told.read_text()
 
 
+OF_GLOO = """
+import sys
+import torch
+import torch.distributed as dist
+import hora.elastic
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    if sys.argv[1] == "protect":
+        hora.elastic.protect(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+except ValueError as error:
+    print(f"rank {dist.get_rank()}: {error}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["protect", "HORA_ELASTIC_PER_STEP"])
+def test_a_model_of_another_backend_is_refused_on_every_rank(tmp_path: Path, how: str):
+    script = tmp_path / "train.py"
+    script.write_text(OF_GLOO)
+    env = {} if how == "protect" else {how: "1"}
+    command = ["-np", "2", "--min-np", "1", sys.executable, str(script), how]
+    status, output, errors = run_command("hora", "run", *command, env=env)
+    assert status == 0, output + errors
+    for rank in (0, 1):
+        (line,) = [line for line in output.splitlines() if f"rank {rank}: " in line]
+        assert how in line
+        assert 'use init_process_group("hora")' in line
+
+
+OTHER_NEWCOMER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import hora.elastic
+dist.init_process_group("hora")
+worker, told = int(os.environ["HORA_WORKER"]), Path(sys.argv[1])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1 if worker < 3 else 5))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    hora.elastic.protect(model, optimizer)
+except ValueError as error:
+    told.with_suffix(".part").write_text(str(error))
+    told.with_suffix(".part").rename(told)
+    raise
+for step in range(10**6):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if worker == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    over = torch.tensor(told.exists())
+    dist.all_reduce(over, op=dist.ReduceOp.MAX)
+    if over:
+        break
+dist.destroy_process_group()
+"""
+
+
+def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on(tmp_path: Path):
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(OTHER_NEWCOMER)
+    command = ["-np", "3", "--min-np", "2", "--spares", "1", sys.executable, str(script), str(told)]
+    status, output, errors = run_command("hora", "run", *command)
+    assert status == 0, output + errors
+    for text in (told.read_text(), output + errors):
+        assert "rank(s) [2] have other models or optimizers than rank 0" in text
+        assert "tensors with 15 numbers" in text
+        assert "tensors with 3 numbers" in text
+        assert "Build the same model on every rank" in text
+
+
 def test_without_an_elastic_launcher_nothing_happens():
     import hora.elastic
 

@@ -2,7 +2,8 @@
 
 For loops inside packages, such as Accelerate's, the Hugging Face Trainer's and Lightning's. A model is noticed when it
 is wrapped, and protected before its first training pass, with the optimizers that have its parameters by then.
-Newcomers cannot enter: only the program could take them to the others' place in its loop.
+Newcomers cannot enter: only the program could take them to the others' place in its loop. A model of another backend
+cannot be protected at all, so it is refused.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hora import engine
+from hora.config import EngineConfig
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.elastic.state import notification_manager
 from hora.torch.protection.models import is_training_pass
 from hora.torch.protection.protect import begin_loop, end_loop, is_protected
+from hora.version import page
+from hora.world import World
 
 log = logging.getLogger("hora")
 
@@ -29,10 +34,10 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.Weak
 _is_watching = False
 
 
-def watch_models() -> None:
+def watch_models(world: World) -> None:
     """Notice every model that is wrapped in DDP from now on, if the job is elastic and asks for it."""
     global _is_watching
-    if not _is_watching and engine.has_elastic_launcher() and engine.current_runtime().config.elastic_per_step:
+    if not _is_watching and engine.has_elastic_launcher(world) and EngineConfig.from_env().elastic_per_step:
         _is_watching = True
         register_module_module_registration_hook(_notice)
 
@@ -50,6 +55,8 @@ def _before_forward(model: torch.nn.Module, inputs: Any, named: dict[str, Any]) 
         handle = _waiting.pop(one, None)  # type: ignore[call-overload]
         if handle is not None:
             handle.remove()
+    if model not in ready:
+        _refuse(model)
     if model not in ready or is_protected(model):
         return
     end_loop()  # of earlier models
@@ -65,6 +72,17 @@ def _before_forward(model: torch.nn.Module, inputs: Any, named: dict[str, Any]) 
         begin_loop(ready, _optimizers_of(ready), at=(model, inputs, named))
     except ValueError as error:
         log.warning("HORA_ELASTIC_PER_STEP=1: the death of a rank will end the job: %s", error)
+
+
+def _refuse(model: Any) -> None:
+    """Raise ValueError for a model of another backend, unless `hvd` trains another one in this process."""
+    backend = dist.get_backend(getattr(model, "process_group", None))
+    if not engine.is_initialized():
+        raise ValueError(
+            f'HORA_ELASTIC_PER_STEP=1 protects models on the backend "hora", but this one is on "{backend}", where the '
+            'death of a rank ends the job: use init_process_group("hora"), start the job with --replace-gloo, or leave '
+            f"the variable out (see {page('elastic.md')})"
+        )
 
 
 def _optimizers_of(models: list[DistributedDataParallel]) -> list[torch.optim.Optimizer]:

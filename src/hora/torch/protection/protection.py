@@ -196,17 +196,19 @@ class Protection:
                 "the state of the training is lost: all ranks that had it died before a newcomer could copy it. "
                 "Start the job again from your last checkpoint"
             )
-        first = next(iter(members.values())).digest
-        rank = engine.current_runtime().world.rank
-        others = [other for other, report in members.items() if report.digest != first]
-        if not self._is_member and self._digest != first:
-            others = [rank]
-        if others:
-            raise ValueError(
-                f"hora.elastic.protect: rank(s) {others} have other models or optimizers than rank {min(members)}: "
-                f"they differ in names, shapes, dtypes or order of parameters. Rank {rank} has {self._digest}. Build "
-                "the same model on every rank"
-            )
+        wanted, rank = next(iter(members.values())).digest, engine.current_runtime().world.rank
+        others = {other: report for other, report in enumerate(reports) if report.digest != wanted}
+        if not others:
+            return
+        text = (
+            f"hora.elastic.protect: rank(s) {[*others]} have other models or optimizers than rank {min(members)}, "
+            f"{next(iter(others.values())).digest} instead of {wanted}: they differ in names, shapes, dtypes or order "
+            "of parameters. Build the same model on every rank"
+        )
+        if rank in others or not others.keys().isdisjoint(members):
+            raise ValueError(text)
+        if rank == min(members):  # newcomers, which end: those that train go on
+            log.error("%s", text)
 
     def _copy_results(self, settlement: Settlement) -> None:
         """Copy results from ranks that have them to those that lack them (collective among the old members)."""
