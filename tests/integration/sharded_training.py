@@ -102,7 +102,7 @@ class Deaths:
         """Place those within the commit and the resharding."""
         from hora.torch.shards import attached, vault
 
-        write, load = vault.Slot.write, attached.Attached.load
+        write, load = vault.CommitSlot.write, attached.Attached.load
 
         def write_or_die(slot: Any, number: int, tensors: Any, values: bytes) -> None:
             if self.at("commit", self.position.step):
@@ -119,7 +119,7 @@ class Deaths:
                 die()
             load(one, tensors, values)
 
-        vault.Slot.write, attached.Attached.load = write_or_die, load_or_die  # type: ignore[method-assign]
+        vault.CommitSlot.write, attached.Attached.load = write_or_die, load_or_die  # type: ignore[method-assign]
 
 
 def train(plan: dict[str, Any], folder: Path) -> None:

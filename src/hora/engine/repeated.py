@@ -29,7 +29,7 @@ import torch
 from hora.engine.negotiation.shared_memory import SharedMemoryNegotiation
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, KINDS, GoOn, Kind, Request, Signature
-from hora.engine.shm.native import SHORT_BYTES, Call, Spec, Sum, library, native_part
+from hora.engine.shm.native import SHORT_BYTES, CallStruct, Spec, Sum, library, native_part
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import PinnedStage, copy_to_gpu
@@ -74,7 +74,7 @@ class CallPlan:
                 parts = equal_parts(self.kind, root, self.slots.member, size, self._count)
                 self._parts = [parts_array(some) for some in parts]
         self._specs: list[Spec] = []
-        self.call = Call(
+        self.call = CallStruct(
             repeated=path.calls_at,
             turns=ctypes.addressof(self.slots.turns),
             num_bytes=num_bytes,

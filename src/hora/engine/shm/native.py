@@ -142,8 +142,8 @@ class CollectiveStruct(ctypes.Structure):
 
 
 @described("call")
-class Call(ctypes.Structure):
-    """What a caller keeps of a signature: pointers to structures that are described below, and facts."""
+class CallStruct(ctypes.Structure):
+    """A signature as its caller keeps it: pointers to structures that are described below, and facts."""
 
 
 @described("turns")

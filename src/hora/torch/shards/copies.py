@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hora.errors import HorovodInternalError
 from hora.torch.distributed.group import HoraProcessGroup
-from hora.torch.shards.vault import Slot, Vault
+from hora.torch.shards.vault import CommitSlot, Vault
 
 
 class Copies:
@@ -22,7 +22,7 @@ class Copies:
         self._group: HoraProcessGroup = default.among(range(default.size()))
         self._rank = default.rank()
         self._sent: list[Any] = []
-        self._received: list[tuple[Any, Slot, int]] = []
+        self._received: list[tuple[Any, CommitSlot, int]] = []
 
     def start(self, vault: Vault, number: int) -> None:
         """Send this rank's part of a commit, and receive those that it keeps."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hora.torch.shards.vault import Layout
+from hora.torch.shards.vault import ShardLayout
 
 Key = tuple[int, int]  # of a vault
 
 
 @dataclass(frozen=True)
-class Report:
-    """The message of a rank of the new world: for each of its vaults, the commits by rank of the vault's world."""
+class Holdings:
+    """The commits that a rank of the new world holds: for each of its vaults, by rank of the vault's world."""
 
     is_founder: bool  # it has been there since the start of the job
     vaults: Mapping[Key, Mapping[int, Collection[int]]]
@@ -26,7 +26,7 @@ class Source:
 
     key: Key
     number: int
-    layouts: Sequence[Layout]
+    layouts: Sequence[ShardLayout]
     holders: Mapping[int, Sequence[int]]
 
     def metadata(self) -> Metadata:
@@ -41,13 +41,13 @@ class Source:
         return Metadata(dict(tensors))
 
 
-def choose_root(reports: Sequence[Report]) -> int | None:
+def choose_root(reports: Sequence[Holdings]) -> int | None:
     """Return the first rank with the newest vaults; None if no rank has one. It decides for all."""
     having = [rank for rank, report in enumerate(reports) if report.vaults]
     return max(having, key=lambda rank: (sorted(reports[rank].vaults, reverse=True), -rank), default=None)
 
 
-def choose(reports: Sequence[Report], layouts: Mapping[Key, Sequence[Layout]]) -> Source | str:
+def choose(reports: Sequence[Holdings], layouts: Mapping[Key, Sequence[ShardLayout]]) -> Source | str:
     """Return the newest commit of which every shard is there; otherwise what is missing."""
     missing = "no rank has finished a commit"
     for key in sorted(layouts, reverse=True):
@@ -67,13 +67,13 @@ def choose(reports: Sequence[Report], layouts: Mapping[Key, Sequence[Layout]]) -
     return missing
 
 
-def lacking(layouts: Sequence[Layout], present: Iterable[int]) -> set[MetadataIndex]:
+def lacking(layouts: Sequence[ShardLayout], present: Iterable[int]) -> set[MetadataIndex]:
     """Return the pieces that none of these ranks has."""
     here = {piece.index for rank in present for piece in layouts[rank].pieces}
     return {piece.index for layout in layouts for piece in layout.pieces if piece.num_bytes} - here
 
 
-def keepers_of(layouts: Sequence[Layout], homes: Sequence[Sequence[int]]) -> dict[int, int]:
+def keepers_of(layouts: Sequence[ShardLayout], homes: Sequence[Sequence[int]]) -> dict[int, int]:
     """Return for each rank that has pieces which no other home has the rank of the next home that keeps a copy."""
     keepers = {}
     for index, home in enumerate(homes):

@@ -28,9 +28,9 @@ from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.shards.attached import Attached, merged
 from hora.torch.shards.copies import Copies, default_group
-from hora.torch.shards.recovery import Report, Source, choose, choose_root, keepers_of
+from hora.torch.shards.recovery import Holdings, Source, choose, choose_root, keepers_of
 from hora.torch.shards.resharding import reshard
-from hora.torch.shards.vault import Layout, Vault, homes_of
+from hora.torch.shards.vault import ShardLayout, Vault, homes_of
 
 log = logging.getLogger("hora")
 
@@ -165,8 +165,8 @@ class ShardedState(ObjectState):
 
     def _new_vault(self, tensors: dict[str, torch.Tensor], num_value_bytes: int) -> Vault:
         runtime = engine.current_runtime()
-        layout = Layout.of(runtime.world.hostname, tensors, num_value_bytes)
-        layouts: list[Layout] = allgather_object(layout, "elastic.layouts_of_commits")
+        layout = ShardLayout.of(runtime.world.hostname, tensors, num_value_bytes)
+        layouts: list[ShardLayout] = allgather_object(layout, "elastic.layouts_of_commits")
         homes = homes_of(runtime)
         keepers = keepers_of(layouts, homes)
         if keepers and self._copies is None:
@@ -225,8 +225,8 @@ class ShardedState(ObjectState):
             gc.collect()  # modules and their hooks refer to one another
             self._moved = False
         self._attached, self._source, self._lost = None, None, ""
-        report = Report(self._is_founder, {vault.key: vault.numbers() for vault in self._vaults})
-        reports: list[Report] = allgather_object(report, "elastic.reports")
+        report = Holdings(self._is_founder, {vault.key: vault.numbers() for vault in self._vaults})
+        reports: list[Holdings] = allgather_object(report, "elastic.reports")
         root = choose_root(reports)
         if root is None:
             founded = any(one.is_founder for one in reports)

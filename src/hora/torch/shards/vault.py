@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The contents of a rank's slots, and their places."""
 
     host: str
@@ -52,7 +52,7 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def of(cls, host: str, tensors: Mapping[str, torch.Tensor], num_value_bytes: int) -> Layout:
+    def of(cls, host: str, tensors: Mapping[str, torch.Tensor], num_value_bytes: int) -> ShardLayout:
         plan = create_default_local_save_plan(dict(tensors), False)
         at, pieces = _HEADER_BYTES, []
         for item in plan.items:
@@ -74,10 +74,10 @@ class Layout:
         return True
 
 
-class Slot:
+class CommitSlot:
     """Room for one commit of one rank."""
 
-    def __init__(self, segment: Segment, at: int, layout: Layout) -> None:
+    def __init__(self, segment: Segment, at: int, layout: ShardLayout) -> None:
         self._layout = layout
         self.memory = segment.tensor(at, layout.num_bytes, torch.uint8)
         self._header = self.memory[:_HEADER_BYTES].view(torch.int64)
@@ -123,7 +123,7 @@ class Vault:
     def __init__(
         self,
         key: tuple[int, int],
-        layouts: Sequence[Layout],
+        layouts: Sequence[ShardLayout],
         homes: Sequence[Sequence[int]],
         keepers: Mapping[int, int],
         runtime: Runtime,
@@ -134,14 +134,14 @@ class Vault:
         kept = [*home, *(other for other, keeper in sorted(keepers.items()) if keeper in home)]
         num_bytes = sum(2 * layouts[other].num_bytes for other in kept)
         segment = _shared(runtime, home, num_bytes)
-        self.slots: dict[int, tuple[Slot, Slot]] = {}
+        self.slots: dict[int, tuple[CommitSlot, CommitSlot]] = {}
         at = 0
         for other in kept:
             size = layouts[other].num_bytes
-            self.slots[other] = Slot(segment, at, layouts[other]), Slot(segment, at + size, layouts[other])
+            self.slots[other] = CommitSlot(segment, at, layouts[other]), CommitSlot(segment, at + size, layouts[other])
             at += 2 * size
 
-    def slot(self, rank: int, number: int) -> Slot:
+    def slot(self, rank: int, number: int) -> CommitSlot:
         """Return the slot of this rank of the vault's world for this commit."""
         return self.slots[rank][number % 2]
 
