@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spark": {"torch", "keras", "data", "workflow", "launch", "net", "telemetry"},
     "ray": {"launch", "net", "legacy"},
     "workflow": {"telemetry", "torch"},
-    "labs": {"keras", "launch", "telemetry", "torch", "workflow"},
+    "labs": {"elastic", "keras", "launch", "telemetry", "torch", "workflow"},
     "legacy": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
     "decorator": {"launch", "spark", "ray"},

@@ -1,7 +1,7 @@
-"""`hora demo faults`: a training on this machine that continues while you kill its ranks on the live page.
+"""`hora demo faults`: a DDP training on this machine that continues while you kill its ranks on the live page.
 
-It recovers two spirals step by step. The last rank reads slowly for a while, so that the page shows a straggler and its
-line.
+It separates two spirals, and completes every step. The last rank reads slowly for a while, so that the page shows a
+straggler and its line.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hora.spelling import Parser
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCH, _NUM_POINTS = 128, 8192
 _SLOW_FROM_S, _SLOW_UNTIL_S, _SLOW_READ_S = 15.0, 45.0, 0.02
@@ -55,51 +58,53 @@ def make_parser() -> argparse.ArgumentParser:
 def train(num_steps: int) -> None:
     """Train a classifier of two spirals on any number of ranks."""
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
-    import hora.torch as hvd
+    import hora.elastic
     from hora.telemetry import meter
     from hora.telemetry.report import report
-    from hora.torch import elastic
 
-    hvd.init()
+    dist.init_process_group("hora")
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    inputs, labels = spirals()
+    net = torch.nn.Sequential(
+        *(torch.nn.Linear(2, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()),
+        torch.nn.Linear(512, 2),
+    )
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    hora.elastic.protect(model, optimizer)
+    report(total_steps=num_steps)
+    began = time.monotonic()
+    for step in range(num_steps):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        chosen = torch.randint(len(labels), (_BATCH,), generator=torch.Generator().manual_seed(step * size + rank))
+        meter.num_samples += _BATCH
+        if rank == size - 1 > 0 and _SLOW_FROM_S < time.monotonic() - began < _SLOW_UNTIL_S:
+            read_slowly()
+        optimizer.zero_grad()
+        scores = model(inputs[chosen])
+        loss = torch.nn.functional.cross_entropy(scores, labels[chosen])
+        loss.backward()
+        optimizer.step()
+        report(loss=loss, accuracy=(scores.argmax(1) == labels[chosen]).float().mean())
+        if (step + 1) % 500 == 0 and dist.get_rank() == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f} on {dist.get_world_size()} ranks", flush=True)
+    dist.destroy_process_group()
+
+
+def spirals() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return points of two spirals, and which of them each point belongs to."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     angle = 3.5 * torch.pi * torch.rand(_NUM_POINTS, generator=generator).sqrt()
     labels = torch.arange(_NUM_POINTS) % 2
     turned = angle + torch.pi * labels
     inputs = torch.stack([angle * turned.cos(), angle * turned.sin()], dim=1) / 11.0
-    inputs += 0.02 * torch.randn(_NUM_POINTS, 2, generator=generator)
-    model = torch.nn.Sequential(
-        *(torch.nn.Linear(2, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()),
-        torch.nn.Linear(512, 2),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, began=time.time(), per_step=True)
-
-    @elastic.run
-    def loop(state: Any) -> None:
-        report(total_steps=num_steps)
-        while state.step < num_steps:
-            read = torch.Generator().manual_seed(state.step * hvd.size() + hvd.rank())
-            chosen = torch.randint(len(labels), (_BATCH,), generator=read)
-            meter.num_samples += _BATCH
-            is_slow = hvd.rank() == hvd.size() - 1 > 0
-            if is_slow and _SLOW_FROM_S < time.time() - state.began < _SLOW_UNTIL_S:
-                read_slowly()
-            optimizer.zero_grad()
-            scores = model(inputs[chosen])
-            loss = torch.nn.functional.cross_entropy(scores, labels[chosen])
-            loss.backward()
-            optimizer.step()
-            report(loss=loss, accuracy=(scores.argmax(1) == labels[chosen]).float().mean())
-            state.step += 1
-            state.commit()
-            if state.step % 500 == 0 and hvd.rank() == 0:
-                print(f"step {state.step}: loss {loss.item():.3f} on {hvd.size()} ranks", flush=True)
-
-    loop(state)
+    return inputs + 0.02 * torch.randn(_NUM_POINTS, 2, generator=generator), labels
 
 
 def read_slowly() -> None:
