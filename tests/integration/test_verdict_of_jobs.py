@@ -68,6 +68,28 @@ for _ in range(200):
     optimizer.step()
 """
 
+FSDP2 = """
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("hora")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+fully_shard(model[0])
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(200):
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 64)).pow(2).mean()
+    if dist.get_rank() == 1:
+        time.sleep(0.03)
+    loss.backward()
+    optimizer.step()
+"""
+
 
 def _train(folder: Path, *flags: str, program: str = PROGRAM) -> tuple[str, dict]:
     (folder / "train.py").write_text(program)
@@ -100,6 +122,14 @@ def test_a_ddp_training_has_phases_and_its_slow_rank_is_blamed(tmp_path):
     assert phases["backward"] > 14  # what the script sleeps there, averaged over the ranks
     assert phases["between"] > 1.9
     assert phases["wait"] + phases["reduce"] > phases["optimizer"]  # of rank 0, for rank 1's backward
+
+
+def test_the_slow_rank_of_an_fsdp2_training_is_blamed(tmp_path):
+    _, verdict = _train(tmp_path, "--verdict", program=FSDP2)
+    assert verdict["num_steps"] == 200
+    assert [(one["rank"], one["part"]) for one in verdict["slow"]] == [(1, "forward")]
+    phases = {name: spread["median"] for name, spread in verdict["phases"].items()}
+    assert phases["wait"] > phases["reduce"]  # rank 0 waits for rank 1, which is no reduction
 
 
 def test_a_job_that_nobody_watches_has_no_verdict(tmp_path):

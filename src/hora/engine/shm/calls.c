@@ -217,7 +217,7 @@ struct attempt {
     PyObject *staged; /* host memory of a call on a GPU, else NULL */
     struct call *call;
     struct repeated *it;
-    int64_t instance, began, moves_since;
+    int64_t instance, began;
     int is_exclusive;
 };
 
@@ -229,7 +229,7 @@ static int advance(struct attempt *one) {
     if (state == DONE) return state;
     if (!one->is_exclusive) {
         begin_exclusive(one->path);
-        one->is_exclusive = 1, one->moves_since = now_ns();
+        one->is_exclusive = 1;
     }
     if (state == DIFFERENT) return state;
     void *thread = PyEval_SaveThread();
@@ -242,10 +242,10 @@ static void count(const struct attempt *one, int is_done) {
     int64_t now = now_ns();
     PyObject *meter = item(one->path, ITS_METER);
     if (!is_done) return add_to(meter, n_wait_s, (double)(now - one->began) * 1e-9);
-    double moving_s = (double)(now - one->moves_since) * 1e-9;
+    double moving_s = (double)(now - one->it->met_ns) * 1e-9;
     add_to(meter, n_transport_s, moving_s), add_to(meter, n_reduce_s, moving_s);
     add_to(meter, n_num_bytes, (double)one->call->num_bytes);
-    if (one->moves_since > one->began) add_to(meter, n_wait_s, (double)(one->moves_since - one->began) * 1e-9);
+    add_to(meter, n_wait_s, (double)(one->it->met_ns - one->began) * 1e-9);
 }
 
 static PyObject *finish(struct attempt *one) {
@@ -313,7 +313,7 @@ static PyObject *attempt(struct attempt *one) {
         }
         source = out = address_of(one->staged);
     }
-    one->began = one->moves_since = now_ns();
+    one->began = now_ns();
     hora_begin(one->it, call, source, out, one->instance);
     return advance(one) == DONE ? finish(one) : leave(one);
 }

@@ -53,6 +53,7 @@ struct repeated {
     int64_t step;
     struct record record;
     int32_t published, state;
+    int64_t met_ns; /* when this member saw the last of the equal records */
     struct job job;
     int64_t bounds[2]; /* of the tensor */
 };
@@ -154,6 +155,7 @@ int hora_repeated(struct repeated *it, long slice_ns) {
     if (it->state == WAITING) {
         it->state = agree(it, slice_ns);
         if (it->state != MOVING) return it->state;
+        it->met_ns = now_ns();
         if (it->spec->staged) {
             const struct group *members = &it->spec->job.ring->group;
             empty_slots(&it->job, 0);
