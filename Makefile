@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions torch-venv test-torch-names test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-mlflow test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels horovod-wheel release-check release-notes everything demo test test-unit test-versions torch-venv test-torch-names test-runtime test-spark test-spark-protected test-ray test-tensorflow test-torch-distributed test-perfetto test-mlflow test-hosts test-store test-habits test-slow test-containers test-security lint style format docs coverage bench regression scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; writes a figure, a model and a report"
@@ -36,6 +36,7 @@ help:
 	@echo "make coverage measure the lines that unit and multi-process tests reach, ranks included, against a floor"
 	@echo "make site     put this version's site on the branch gh-pages, beside those of other versions; PUSH=--push publishes it"
 	@echo "make bench    compare with gloo, DDP and torchrun, side by side"
+	@echo "make regression                 the step of the wide MLP against out/last.hora, the run before on this machine"
 	@echo "make scale    simulate up to 4,000 workers of 500 hosts that meet and negotiate"
 	@echo "make chaos    a hundred random faults in one elastic training, then a check for leftovers; per step, to the last bit:"
 	@echo "              five hundred steps with twenty deaths, a hundred faults on three hosts (as root), and two hundred on"
@@ -248,6 +249,14 @@ test-perfetto: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.readme
+
+STEPS ?= 600
+# A shared machine is noisy: only what is far beyond that fails. A run that fails does not become the last one.
+regression: $(STAMP)
+	mkdir -p out
+	OMP_NUM_THREADS=1 $(BIN)/hora run -np 2 --record out/now.hora $(BIN)/python -m benchmarks.watch rank "MLP 4x2048" $(STEPS)
+	test ! -e out/last.hora || $(BIN)/hora compare out/last.hora out/now.hora --max-step-time-regression 25%
+	mv out/now.hora out/last.hora
 
 # Two thousand connections, of which both ends are here.
 scale: $(STAMP)
