@@ -59,13 +59,16 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 
 @contextlib.contextmanager
 def _errors_of_the_world() -> Iterator[None]:
-    """Raise HorovodInternalError for an error that C++ code of torch, such as DDP's, made of one in a broken world."""
+    """Raise HorovodInternalError for an error that C++ code of torch, such as DDP's, made of one in a world that ended.
+
+    A rank may hear of a death from another survivor that leaves the world: then it is closed, not broken.
+    """
     try:
         yield
     except HorovodInternalError:
         raise
     except RuntimeError as error:
-        if engine.is_initialized() and engine.current_runtime().status.broken:
+        if engine.is_initialized() and not engine.current_runtime().status.is_open:
             raise HorovodInternalError(engine.current_runtime().status.reason) from error
         raise
 
