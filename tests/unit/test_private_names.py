@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
-import sys
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,10 +57,11 @@ def used(tree: ast.Module) -> Iterator[str]:
 def value(path: str) -> object:
     """Return what a path means: attributes of the longest module in it."""
     module, parts = path, list[str]()
-    while module not in sys.modules:
+    while True:
+        with contextlib.suppress(ModuleNotFoundError):
+            return functools.reduce(getattr, parts, importlib.import_module(module))
         module, _, part = module.rpartition(".")
         parts.insert(0, part)
-    return functools.reduce(getattr, parts, sys.modules[module])
 
 
 def test_every_private_name_that_is_used_is_in_the_table():
