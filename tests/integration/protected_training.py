@@ -5,6 +5,9 @@
 A plan names a recipe and deaths: worker, step, and phase: in `forward`, in the backward pass when the n-th parameter's
 gradient is complete (`gradient n`), between backward and step (`reduced`), after the step (`stepped`), or where the
 others gather numbers before the forward pass (`gather`), alone or together with its host's agent (`host`).
+
+A plan of `kills` has no deaths: as soon as the world has three ranks, one of them dies, in one phase after the other,
+and newcomers take their places. Ranks note in the folder who came in when, and who dies.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 NUM_INPUTS, NUM_OUTPUTS = 24, 3
+_KILL_EVERY = 5  # steps, at least
+_PHASES = ("forward", "gradient 0", "gradient 4", "reduced", "stepped", "gather")
 
 
 class Branches(torch.nn.Module):
@@ -107,6 +113,41 @@ def result_of(networks: list[torch.nn.Module], optimizers: list[torch.optim.Opti
     }
 
 
+class Kills:
+    """The deaths of a plan of kills, in files that all ranks read."""
+
+    def __init__(self, num_kills: int, folder: Path, worker: int) -> None:
+        self._num_kills, self._folder, self._worker = num_kills, folder, worker
+        self._first_step = -1
+
+    def enter(self, step: int) -> None:
+        self._first_step = step
+        with (self._folder / "entered").open("a") as file:
+            file.write(json.dumps({"worker": self._worker, "step": step}) + "\n")
+
+    def phase(self, step: int, rank: int, size: int) -> str:
+        """Return in which phase of this step this rank dies, after it has told the others; empty if it does not."""
+        deaths = notes(self._folder / "deaths")
+        if len(deaths) == self._num_kills or size < 3:
+            time.sleep(0.8 if len(deaths) < self._num_kills else 0.0)  # until a newcomer is there
+            return ""
+        last = deaths[-1]["step"] if deaths else 0
+        if rank != len(deaths) % size or step < max(last, self._first_step) + _KILL_EVERY:
+            return ""
+        phase = _PHASES[len(deaths) % len(_PHASES)]
+        with (self._folder / "deaths").open("a") as file:
+            file.write(json.dumps({"worker": self._worker, "step": step, "phase": phase}) + "\n")
+        return phase
+
+    def strikes(self, step: int) -> bool:
+        """Return whether a rank dies in this step, in which all ranks have come to the end of backward."""
+        return any(death["step"] == step for death in notes(self._folder / "deaths"))
+
+
+def notes(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def train(plan: dict[str, Any], folder: Path) -> None:
     """Train as a rank; saves this rank's result, and its gradients of the steps in which others die."""
     import torch.distributed as dist
@@ -122,16 +163,22 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     optimizers, scaler = recipe.optimizers(networks), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.97)
     if not plan.get("automatic"):  # HORA_ELASTIC_PER_STEP=1 protects the loop
-        hora.elastic.protect(models, optimizers, scheduler=scheduler)
+        hora.elastic.protect(models, optimizers, scheduler=[scheduler, scaler])
     called: list[Any] = [torch.compile(model) for model in models] if recipe.name == "compiled" else models
     deaths = {int(death["step"]): death["phase"] for death in plan["deaths"] if death["worker"] == worker}
     kept: dict[str, list[Any]] = {}
+    kills = Kills(plan["kills"], folder, worker) if "kills" in plan else None
+    first_step = scheduler.last_epoch  # a newcomer's is that of the others
+    if kills is not None:
+        kills.enter(first_step)
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for step in range(plan["steps"]):
+    for step in range(first_step, plan["steps"]):
         phase = deaths.get(step, "")
+        if kills is not None:
+            phase = kills.phase(step, dist.get_rank(), dist.get_world_size())
         if phase == "forward":
             next(networks[0].children()).register_forward_hook(die)
         if phase.startswith("gradient"):
@@ -149,7 +196,7 @@ def train(plan: dict[str, Any], folder: Path) -> None:
                 quiet = recipe.name == "accumulation" and index < recipe.passes - 1
                 with models[0].no_sync() if quiet else contextlib.nullcontext():
                     scaler.scale(next(losses[index])).backward()
-            if any(death["step"] == step for death in plan["deaths"]):
+            if kills.strikes(step) if kills else any(death["step"] == step for death in plan["deaths"]):
                 kept.setdefault(str(step), []).append(
                     [None if p.grad is None else p.grad.clone() for p in parameters_of(optimizer)]
                 )
@@ -162,6 +209,9 @@ def train(plan: dict[str, Any], folder: Path) -> None:
             seen = torch.ones(1)
             dist.all_reduce(seen)  # as programs do for a metric
             assert seen.item() == dist.get_world_size()
+        if kills is not None and kept:
+            torch.save(kept.pop(str(step)), folder / f"gradients {step} {worker}.part")
+            (folder / f"gradients {step} {worker}.part").rename(folder / f"gradients {step} {worker}.pt")
         if phase == "stepped":
             die()
     found = result_of(networks, optimizers) | {"grads": kept, "size": dist.get_world_size()}
@@ -182,7 +232,31 @@ def gather(step: int) -> None:
     assert before.tolist() == [1.0] * now + [0.0] * (len(before) - now), before
 
 
-def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dict[str, Any]:
+def members_of(plan: dict[str, Any], num_workers: int) -> list[tuple[list[int], list[int]]]:
+    """Return the members of each step of a plan with deaths, in the order of their ranks: all, and those left."""
+    first, found = [*range(num_workers)], []
+    for step in range(plan["steps"]):
+        members = [one for one in first if all(d["worker"] != one or d["step"] >= step for d in plan["deaths"])]
+        dying = [death["worker"] for death in plan["deaths"] if death["step"] == step]
+        found.append((members, [one for one in members if one not in dying]))
+    return found
+
+
+def noted_members(plan: dict[str, Any], folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Return the same of a plan of kills. Newcomers have the last ranks."""
+    entered = sorted(notes(folder / "entered"), key=lambda note: (note["step"], note["worker"]))
+    ends = {death["worker"]: death["step"] for death in notes(folder / "deaths")}
+    found = []
+    for step in range(plan["steps"]):
+        there = [one["worker"] for one in entered if one["step"] <= step]
+        members = [worker for worker in there if ends.get(worker, step) >= step]
+        found.append((members, [worker for worker in members if ends.get(worker) != step]))
+    return found
+
+
+def replay(
+    plan: dict[str, Any], worlds: list[tuple[list[int], list[int]]], grads: Callable[[int], Any]
+) -> dict[str, Any]:
     """Return the result of one process that averages over the members of each step.
 
     A bucket of the step in which a member died counts it if a survivor had the bucket's mean: `grads` are those that a
@@ -193,10 +267,7 @@ def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dic
     networks = recipe.networks()
     optimizers, scaler = recipe.optimizers(networks), recipe.scaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.97)
-    members = [*range(num_workers)]
-    for step in range(plan["steps"]):
-        dying = [death["worker"] for death in plan["deaths"] if death["step"] == step]
-        left = [worker for worker in members if worker not in dying]
+    for step, (members, left) in enumerate(worlds):
         for number, optimizer in enumerate(optimizers):
             passes = [
                 {
@@ -210,13 +281,12 @@ def replay(plan: dict[str, Any], num_workers: int, grads: dict[str, Any]) -> dic
                 for own in passes:
                     columns = [[own[worker][index] for worker in group] for group in (members, left)]
                     options = [mean_of(column, before) for before in options for column in columns]
-                used = grads[str(step)][number][index] if dying else options[0]
+                used = options[0] if left == members else grads(step)[number][index]
                 assert any(_same(option, used) for option in options), f"step {step}: gradient {index} is no mean"
                 p.grad = None if used is None else used.clone()
             finish_step(recipe, scaler, optimizer)
         scaler.update()
         scheduler.step()
-        members = left
     return result_of(networks, optimizers)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from job_process import run_command
-from protected_training import replay
+from job_process import CommandProcess, run_command
+from protected_training import members_of, noted_members, notes, replay
 from test_elastic_netns import Machines, machines  # noqa: F401 - a fixture
 
 import horovod
@@ -39,13 +39,17 @@ def run_and_replay(
     survivors = {worker for worker in range(num_proc) if worker not in [one["worker"] for one in plan["deaths"]]}
     found = {worker: torch.load(folder / f"{worker}.pt") for worker in survivors}
     grads = found[min(survivors)]["grads"]
-    expected = replay(plan, num_proc, grads)
+    expected = replay(plan, members_of(plan, num_proc), lambda step: grads[str(step)])
     for worker, result in found.items():
         assert result["size"] == len(survivors)
-        for what in ("parameters", "optimizers"):
-            for mine, its in zip(result[what], expected[what], strict=True):
-                assert torch.equal(torch.as_tensor(mine), torch.as_tensor(its)), f"{what} of worker {worker}"
+        assert_equal(worker, result, expected)
     return output + errors
+
+
+def assert_equal(worker: int, result: dict[str, Any], expected: dict[str, Any]) -> None:
+    for what in ("parameters", "optimizers"):
+        for mine, its in zip(result[what], expected[what], strict=True):
+            assert torch.equal(torch.as_tensor(mine), torch.as_tensor(its)), f"{what} of worker {worker}"
 
 
 def test_ranks_that_die_in_every_phase_cost_no_step(tmp_path: Path):
@@ -71,6 +75,30 @@ _TWO_DEATHS = [death(1, 3, "gradient 0"), death(0, 5, "reduced")]
 )
 def test_trainings_of_every_kind_lose_no_step(tmp_path: Path, recipe: str):
     run_and_replay(tmp_path, {"recipe": recipe, "steps": 8, "deaths": _TWO_DEATHS}, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["plain", "accumulation", "scaler", "two models"])
+def test_fifty_kills_in_a_thousand_steps_with_newcomers_lose_no_step(tmp_path: Path, recipe: str):
+    num_kills = 50
+    plan = {"recipe": recipe, "steps": 20 * num_kills, "deaths": [], "kills": num_kills}
+    command = [sys.executable, str(_SCRIPT), json.dumps(plan), str(tmp_path)]
+    options = ("-np", "4", "--min-np", "1", "--spares", "2", "--blacklist-cooldown-range", "1", "1")
+    with CommandProcess("hora", "run", *options, *command) as job:
+        status, output, errors = job.finish(1500)
+    assert status == 0, output + errors
+    worlds = noted_members(plan, tmp_path)
+    assert len(notes(tmp_path / "deaths")) == num_kills
+
+    def gradients(step: int) -> Any:
+        return torch.load(next(tmp_path.glob(f"gradients {step} *.pt")))
+
+    expected = replay(plan, worlds, gradients)
+    members = worlds[-1][1]
+    assert len(members) > 1
+    for worker in members:
+        assert_equal(worker, torch.load(tmp_path / f"{worker}.pt"), expected)
 
 
 def test_two_ranks_that_die_at_once_and_one_that_is_left_alone(tmp_path: Path):
