@@ -332,7 +332,7 @@ def test_a_program_that_cannot_be_executed_is_explained(tmp_path):
         "job.sh": "the file in this directory is called ./job.sh",
         "./job.sh": "make it executable (chmod +x ./job.sh)",
         "./odd.sh": "does its first line name an interpreter that is there",
-        "missing.py": "No such file or directory\n",
+        "missing.py": "No such file or directory)\n",
     }.items():
         code, _, err = run_command("hora", "run", "-np", "1", program, cwd=tmp_path)
         assert code == 127
