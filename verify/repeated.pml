@@ -29,16 +29,16 @@
  *     src/hora/engine/shm/repeated.h all_published a56eabdf7d
  *     src/hora/engine/shm/repeated.h sleep_unless_news 0557203f4d
  *     src/hora/engine/shm/repeated.h agree 85aa9cc299
- *     src/hora/engine/shm/repeated.h hora_repeated 8a1afd149a
+ *     src/hora/engine/shm/repeated.h hora_repeated 2f225083a8
  *     src/hora/engine/shm/native.c wake b4fc767de6
  *     src/hora/engine/shm/native.c sleep_on 75c6b048f3
- *     src/hora/engine/repeated.py RepeatedCalls._settle 878dea4e69
+ *     src/hora/engine/repeated.py RepeatedCalls._settle 3433e65fb2
  *     src/hora/engine/repeated.py CallPlan.is_ready d128ca4e8a
  *     src/hora/engine/shm/repeated.h hora_begin b1e4d29c6f
  *     src/hora/engine/shm/repeated.h hora_settle a58e88a370
  *     src/hora/engine/shm/calls.c is_free 74c8ca453f
- *     src/hora/engine/shm/calls.c advance aa477646fb
- *     src/hora/engine/shm/calls.c attempt 83187a4d45
+ *     src/hora/engine/shm/calls.c advance 763dfc6858
+ *     src/hora/engine/shm/calls.c attempt 0dfcb65747
  */
 #ifndef MUTANT
 #define MUTANT 0

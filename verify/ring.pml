@@ -30,7 +30,7 @@
  *     src/hora/engine/shm/native.c take 69330fab78
  *     src/hora/engine/shm/native.c hora_collective 99011f48bf
  *     src/hora/engine/shm/repeated.h publish_record 284a24580d
- *     src/hora/engine/shm/repeated.h hora_repeated 8a1afd149a
+ *     src/hora/engine/shm/repeated.h hora_repeated 2f225083a8
  */
 #ifndef N
 #define N 2

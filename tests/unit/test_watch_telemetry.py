@@ -9,6 +9,7 @@ import pytest
 from hora import telemetry
 from hora.telemetry import Meter, Report, Sample
 from hora.telemetry.parsing import MAX_REPORT_BYTES, parse_report
+from hora.telemetry.report import report
 
 
 def test_a_report_survives_the_wire():
@@ -55,9 +56,9 @@ def test_a_sample_holds_whole_steps_only():
 
 def test_a_script_reports_its_total_number_of_steps(monkeypatch):
     meter = Meter()
-    monkeypatch.setattr(telemetry.meters, "meter", meter)
-    telemetry.report(total_steps=5000, loss=0.5)
-    telemetry.report(loss=0.25)
+    monkeypatch.setattr("hora.telemetry.report.meter", meter)
+    report(total_steps=5000, loss=0.5)
+    report(loss=0.25)
     assert meter.total_steps == 5000
     assert meter.pop_metrics() == {"loss": 0.25}
 
@@ -104,5 +105,5 @@ def test_commits_do_not_displace_other_events():
 
 def test_report_is_for_users():
     telemetry.meter.pop_metrics()  # metrics that another test may have left
-    telemetry.report(loss=3.0)
+    report(loss=3.0)
     assert telemetry.meter.pop_metrics() == {"loss": 3.0}

@@ -148,7 +148,7 @@ class CallStruct(ctypes.Structure):
 
 @described("turns")
 class Turns(ctypes.Structure):
-    """How often a group of members has changed its ring, and the ring's steps."""
+    """The number of rings that a group of members has had, and the steps of the present one."""
 
 
 @described("spec")
