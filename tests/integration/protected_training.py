@@ -148,6 +148,21 @@ def notes(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def keep_groups_of_newcomers() -> None:
+    """Let groups through which newcomers got their state stay on some ranks, as a cycle of references does."""
+    from hora.torch.distributed.endpoint import Endpoint
+
+    kept, among = [], Endpoint.among
+
+    def keep(group: Any, ranks: Any) -> Any:
+        made = among(group, ranks)
+        if int(os.environ["HORA_WORKER"]) % 2:
+            kept.append(made)
+        return made
+
+    Endpoint.among = keep  # type: ignore[method-assign]
+
+
 def train(plan: dict[str, Any], folder: Path) -> None:
     """Train as a rank; saves this rank's result, and its gradients of the steps in which others die."""
     import torch.distributed as dist
@@ -168,6 +183,8 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     deaths = {int(death["step"]): death["phase"] for death in plan["deaths"] if death["worker"] == worker}
     kept: dict[str, list[Any]] = {}
     kills = Kills(plan["kills"], folder, worker) if "kills" in plan else None
+    if kills is not None:
+        keep_groups_of_newcomers()
     first_step = scheduler.last_epoch  # a newcomer's is that of the others
     if kills is not None:
         kills.enter(first_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -84,3 +85,9 @@ def parameter_groups(
     if len({id(tensor) for tensor in listed}) < len(listed):
         raise ValueError("a tensor can only appear once in groups, but at least one appears more than once")
     return found
+
+
+def is_zero_redundancy(optimizer: Any) -> bool:
+    """Return whether this is torch's ZeroRedundancyOptimizer. Its module, slow to import, is only looked up."""
+    module = sys.modules.get("torch.distributed.optim")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)

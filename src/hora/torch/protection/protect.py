@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hora import engine
@@ -16,6 +15,7 @@ from hora.platforms.detect import detect_world
 from hora.torch.distributed.group import HoraProcessGroup
 from hora.torch.elastic.handlers import ElasticSampler
 from hora.torch.elastic.state import notification_manager
+from hora.torch.optimizer.parameters import is_zero_redundancy
 from hora.torch.protection.calls import Call
 from hora.torch.protection.guard import Guard
 from hora.torch.protection.models import ProtectedModel, digest_of
@@ -252,7 +252,7 @@ def _checked_optimizers(optimizers: Sequence[Any]) -> list[torch.optim.Optimizer
             "state: protect(model, optimizer)"
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if is_zero_redundancy(optimizer):
             raise ValueError(
                 "hora.elastic.protect: the shards of a ZeroRedundancyOptimizer die with their ranks; use a plain "
                 f"optimizer, or @hora.elastic.run (see {page('elastic.md')})"

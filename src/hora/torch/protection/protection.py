@@ -17,7 +17,7 @@ from hora import engine
 from hora.errors import HorovodInternalError
 from hora.torch.basics import restart
 from hora.torch.distributed.group import HoraProcessGroup
-from hora.torch.distributed.live import carry, carry_all, name_of, rename
+from hora.torch.distributed.live import carry, carry_all, forget, name_of, rename
 from hora.torch.elastic.handlers import ElasticSampler
 from hora.torch.elastic.state import HostUpdateResult, notification_manager
 from hora.torch.protection.calls import Call, CallLog
@@ -229,10 +229,14 @@ class Protection:
         if not self._is_member:
             rename(self.group, teacher.group, [report.worker for report in reports if report.is_member])
         carry(self.group, runtime, [reports[rank].worker for rank in settlement.admitted], limit_s=self.group.limit_s)
-        if runtime.world.rank == settlement.teacher:
-            self._teach(self.group.among([settlement.teacher, *settlement.admitted]))
-        elif not self._is_member:
-            self._learn(self.group.among([settlement.teacher, *settlement.admitted]))
+        if runtime.world.rank != settlement.teacher and self._is_member:
+            return
+        among = self.group.among([settlement.teacher, *settlement.admitted])
+        try:
+            (self._teach if self._is_member else self._learn)(among)
+        finally:
+            forget(among)  # it ends with this world: a rank that carried it into the next one would wait for the others
+        if not self._is_member:
             self.log.next_number = self.boundary = teacher.boundary
 
     def _wait_for_the_next_world(self) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
+
+from hora.torch.optimizer.parameters import is_zero_redundancy
 
 _MOST_NAMED = 3  # in an error message
 
@@ -43,7 +44,7 @@ class Attached:
             self._check_parameters(name, optimizer)
 
     def _check_parameters(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, ZeroRedundancyOptimizer) and not hasattr(optimizer, "optim"):
+        if is_zero_redundancy(optimizer) and not hasattr(optimizer, "optim"):
             raise ValueError(f"state.attach({name}=…): make the ZeroRedundancyOptimizer without overlap_with_ddp=True")
         if not all(parameter in self._names for parameter in _parameters_of(optimizer.param_groups)):
             raise ValueError(
@@ -161,9 +162,9 @@ def merged(values: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _local(optimizer: Any) -> Any:
     """Return the optimizer that has the state: a ZeroRedundancyOptimizer's has that of its rank's parameters."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return optimizer.optim if is_zero_redundancy(optimizer) else optimizer
 
 
 def _parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
