@@ -56,10 +56,7 @@ class Program:
                 sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
                 _run_script(os.path.abspath(self.name))
         except SystemExit as error:
-            if error.code is None or isinstance(error.code, int):
-                return error.code or 0
-            print(error.code, file=sys.stderr)
-            return 1
+            return status_of(error)
         except BaseException as error:  # reported as the interpreter does, without the frames that lead to the program
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
@@ -69,6 +66,14 @@ class Program:
             sys.excepthook(type(error), error, error.__traceback__)
             return 1
         return 0
+
+
+def status_of(error: SystemExit) -> int:
+    """Return the exit status of `sys.exit`, which prints what is no number, as the interpreter does."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def _run_script(path: str) -> None:

@@ -28,7 +28,7 @@ from hora.launch.environment import replace_variables, variables
 from hora.launch.limits import CONNECT_S
 from hora.launch.pickling import pickle_exception, pickle_result
 from hora.launch.processes import enter, name_process
-from hora.launch.program import Program
+from hora.launch.program import Program, status_of
 from hora.launch.providers.spark.no_driver import NO_DRIVER, forbid_driver
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.platforms.detect import detect_world
@@ -96,10 +96,7 @@ def main() -> int:
             finish_reports(failed=False)  # the job may end as soon as the results are there
             pickled = pickle_result(result, rank=world.rank)
         except SystemExit as error:
-            if error.code is None or isinstance(error.code, int):
-                return error.code or 0
-            print(error.code, file=sys.stderr)
-            return 1
+            return status_of(error)
         except BaseException as error:  # not swallowed but reported, with its own traceback
             _report(client, error)
             finish_reports(failed=True)
